@@ -1,0 +1,41 @@
+"""Eigenvalue spectra and power laws of safetensors checkpoints, one tensor at a time.
+
+```python
+import shardesd
+result = shardesd.scan("openai-community/gpt2")
+result.layers      # polars DataFrame, a row per matrix
+result.spectra     # longname → λ, ascending float64
+result.summary     # the model's row of summary.csv
+```
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardesd.errors import ShardesdError
+from shardesd.options import ScanOptions
+from shardesd.version import __version__
+
+if TYPE_CHECKING:
+    from shardesd.results import Result
+    from shardesd.scanner import scan, stream
+
+__all__ = ["Result", "ScanOptions", "ShardesdError", "__version__", "scan", "stream"]
+
+# Loaded at first use: numpy and polars take longer to import than `shardesd --help` may take.
+_LAZY = {"Result": "shardesd.results", "scan": "shardesd.scanner", "stream": "shardesd.scanner"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'shardesd' has no attribute '{name}'")
+    from importlib import import_module
+
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

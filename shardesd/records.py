@@ -1,0 +1,270 @@
+"""The words that all rooms share: plain frozen records, with no behaviour beyond what their fields say.
+
+Shapes in names: ``W_MN`` is rows × columns, ``eigs_K`` the kept eigenvalues. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Status = Literal["ok", "skipped", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardRef:
+    """One file of a checkpoint."""
+
+    name: str
+    """Path inside the source, with forward slashes."""
+    size: int | None = None
+    """Bytes, where the source knows them before the file is there."""
+    sha256: str | None = None
+    """The content's digest, where the source knows it (the Hub does for LFS files)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """One tensor as stored, known from a header alone."""
+
+    name: str
+    dtype: str
+    """The format's own word: ``F32``, ``BF16``, ``F8_E4M3`` …"""
+    shape: tuple[int, ...]
+    shard: str
+    """Name of the `ShardRef` that holds it."""
+    start: int = 0
+    """First byte, counted from the beginning of the file."""
+    end: int = 0
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixRef:
+    """One matrix whose spectrum is computed: which tensor to read, and what to take of it.
+
+    The tensor's elements, reshaped to `fold`, indexed by `pick` and reshaped to (M, N, slices) are the matrix
+    (`slices` of them pooled into one ESD for a convolution). `fold = pick = None` is the tensor as it lies there.
+    """
+
+    longname: str
+    tensor: TensorRef
+    """For one expert of a stack: narrowed to that expert's bytes, with the expert's own shape."""
+    M: int
+    N: int
+    block_type: str
+    layer_index: int | None = None
+    fold: tuple[int, ...] | None = None
+    pick: tuple[int | slice, ...] | None = None
+    slices: int = 1
+    scale: float = 1.0
+    """Every λ is multiplied by it (0.5 for a convolution, else 1)."""
+    whole: bool = True
+    """False where the tensor holds other matrices too (q, k, v; experts): then no bias is counted in `params`."""
+    note: str = ""
+    """Goes into the row's `reason`, for what a user should know of a matrix that was analysed all the same."""
+
+    @property
+    def numel(self) -> int:
+        return self.M * self.N * self.slices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A tensor, or a part of one, that is left out, and why."""
+
+    longname: str
+    reason: str
+    """From a small vocabulary, so that skips can be counted: see `matrices.eligible`."""
+    tensor: TensorRef
+    block_type: str = "other"
+    layer_index: int | None = None
+    status: Literal["skipped", "failed"] = "skipped"
+    """``failed`` for a weight that ought to be analysed and can't be (an element type that is not supported)."""
+
+
+class Matrix(Protocol):
+    """The elements of one matrix, wherever they lie. What `spectra` is given."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """Rows (axis 0) or columns (axis 1) `start`…`stop` as a fresh, contiguous array of float32 or float64."""
+        ...
+
+    def tensor(self) -> torch.Tensor:
+        """All of it as stored (float64, float32, float16, bfloat16), sharing memory where that is possible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Spectrum:
+    """The λ of one matrix, and how they were obtained."""
+
+    eigs: np.ndarray
+    """Squared singular values, ascending, float64, no 1/N, nothing filtered."""
+    solver: Literal["gram", "svd"]
+    precision: Literal["float32", "float64"]
+    device: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """A power law on the tail of a spectrum. Formulas: `metrics.powerlaw`."""
+
+    alpha: float
+    D: float
+    fit_xmin: float | None
+    fit_xmax: float | None
+    n_tail: int | None
+    sigma: float | None
+    fit_status: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row of a model's table; the fields, in this order, are its columns."""
+
+    model_id: str
+    revision: str | None = None
+    is_adapter: bool = False
+    source_model: str | None = None
+    longname: str
+    layer_index: int | None = None
+    block_type: str = "other"
+    dtype: str = ""
+    M: int = 0
+    N: int = 0
+    num_evals: int = 0
+    alpha: float | None = None
+    D: float | None = None
+    fit_xmin: float | None = None
+    fit_xmax: float | None = None
+    n_tail: int | None = None
+    sigma: float | None = None
+    fit_status: str | None = None
+    alpha_weighted: float | None = None
+    log_alpha_norm: float | None = None
+    norm: float | None = None
+    log_norm: float | None = None
+    spectral_norm: float | None = None
+    log_spectral_norm: float | None = None
+    stable_rank: float | None = None
+    matrix_rank: int | None = None
+    entropy: float | None = None
+    xmin: float | None = None
+    xmax: float | None = None
+    params: int = 0
+    solver: str | None = None
+    precision: str | None = None
+    device: str | None = None
+    seconds: float | None = None
+    status: Status = "ok"
+    reason: str = ""
+
+
+ROW_COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Row))
+
+
+# Events: what a scan tells to whoever listens (the live display, a log, a test). Nothing waits for a listener.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanStarted:
+    model_id: str
+    revision: str | None
+    commit: str | None
+    shards: int
+    total_bytes: int | None
+    """Of all shards, where they are known."""
+    matrices: int | None
+    """How many matrices there will be; None while unknown."""
+    exact: bool
+    """False where `matrices` is an estimate from names, since not all headers are here yet."""
+    devices: tuple[str, ...]
+    out: str | None
+    resumed: int = 0
+    """Rows that an earlier, unfinished run left and that are not computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetching:
+    """A shard's download has begun, or has got further."""
+
+    shard: str
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOpened:
+    """A shard's header has been read; its matrices follow."""
+
+    shard: str
+    number: int
+    """From 1."""
+    nbytes: int
+    matrices: int | None
+    """Of the whole scan, as far as is known by now."""
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDone:
+    shard: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixStarted:
+    longname: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDone:
+    """A row is final: analysed, skipped or failed."""
+
+    row: Row
+    nbytes: int = 0
+    """Bytes of weights that were read for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something that a user should know and that changes no number."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanFinished:
+    model_id: str
+    analysed: int
+    failed: int
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Reason → how many."""
+    seconds: float = 0.0
+    files: tuple[str, ...] = ()
+    interrupted: bool = False
+
+
+Event = ScanStarted | Fetching | ShardOpened | ShardDone | MatrixStarted | RowDone | Notice | ScanFinished

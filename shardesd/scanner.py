@@ -1,0 +1,248 @@
+"""Composes one model's scan: opens the place, resumes what is there, runs the pipeline, keeps the results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardesd import matrices, spectra
+from shardesd.checkpoint import Checkpoint, open_checkpoint, open_live
+from shardesd.engine import Engine, available_memory, discover, peak_memory
+from shardesd.errors import OptionError
+from shardesd.options import OutputOptions, ScanOptions
+from shardesd.pipeline import Pipeline
+from shardesd.records import Event, Notice, Row, ScanFinished, ScanStarted
+from shardesd.results import MemoryStore, ModelStore, Result
+from shardesd.source import open_source
+from shardesd.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+
+def scan(
+    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor],
+    *,
+    revision: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    format: str = "csv",
+    overwrite: bool = False,
+    show_skipped: bool = False,
+    options: ScanOptions | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    stop: threading.Event | None = None,
+    **changes: Any,
+) -> Result:
+    """The spectra and metrics of every weight matrix of `model`.
+
+    `model` is a local folder or file, a Hub repo (``org/name``, ``org/name@revision``, ``hf://…``), a live
+    `torch.nn.Module` or a state dict. With `out`, tables are written there and an unfinished scan is continued;
+    without it nothing is written. `changes` are fields of `ScanOptions` (``fix_fingers="DKS"``). Once `stop` is set,
+    the matrices in flight are finished and an incomplete result is given. Raises `ShardesdError`.
+    """
+    output = None
+    if out is not None:
+        output = OutputOptions(out=os.fspath(out), format=format, overwrite=overwrite, show_skipped=show_skipped)
+    run = _Scan(model, revision, _options(options, changes), output, on_event, stop, show_skipped)
+    for _ in run.rows():
+        pass
+    return run.result()
+
+
+def stream(
+    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor],
+    *,
+    revision: str | None = None,
+    options: ScanOptions | None = None,
+    on_event: Callable[[Event], None] | None = None,
+    **changes: Any,
+) -> Iterator[Row]:
+    """Rows as they come: analysed and failed ones, in the order in which they are done. Nothing is written.
+
+    Arguments as for `scan`. Closing the iterator ends the scan.
+    """
+    return _Scan(model, revision, _options(options, changes), None, on_event, None).rows()
+
+
+def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
+    known = [field.name for field in fields(ScanOptions)]
+    for name in changes:
+        if name not in known:
+            raise OptionError(f"option '{name}' is unknown (expected one of: {', '.join(known)})")
+    return replace(options or ScanOptions(), **changes)
+
+
+class _Scan:
+    def __init__(
+        self,
+        model: Any,
+        revision: str | None,
+        options: ScanOptions,
+        output: OutputOptions | None,
+        on_event: Callable[[Event], None] | None,
+        stop: threading.Event | None,
+        show_skipped: bool = False,
+    ) -> None:
+        self._started = time.perf_counter()
+        self._options = options
+        self._output = output
+        self._emit = on_event or (lambda event: None)
+        self._stop = stop or threading.Event()
+        self._checkpoint = _open(model, revision, options.io)
+        source = self._checkpoint.source
+        self._template = Row(model_id=source.model_id, revision=source.revision, longname="")
+        self._store: ModelStore | MemoryStore = (
+            MemoryStore(source.model_id, source.revision, show_skipped=show_skipped)
+            if output is None
+            else ModelStore(
+                output.out, source.model_id, source.revision, output.format, show_skipped=show_skipped
+            )
+        )
+        self._skipped: dict[str, Row] = {}
+        self._files: tuple[Path, ...] = ()
+        self._nbytes = 0
+        self._resumed = 0
+
+    def rows(self) -> Iterator[Row]:
+        """Runs the scan. Rows of an earlier run come first."""
+        devices = discover(self._options.device)
+        with self._store:
+            begun = self._store.begin(self._fingerprint(), overwrite=self._output is not None and self._output.overwrite)
+            counts = Counter[str]()
+            for row in begun.rows:
+                if row.status == "skipped":
+                    self._skipped[row.longname] = row
+                else:
+                    counts[row.status] += 1
+                    yield row
+            if begun.state == "done":
+                self._done_already(counts)
+                return
+            self._resumed = counts.total()
+            engine = Engine(
+                devices,
+                budget=self._options.max_memory or available_memory() // 2,
+                prepare=lambda device: spectra.prepare_worker(device.threads),
+                out_of_memory=spectra.is_out_of_memory,
+            )
+            pipeline = Pipeline(
+                self._checkpoint,
+                self._options,
+                engine,
+                self._template,
+                done={row.longname for row in begun.rows if row.status != "skipped"},
+                emit=self._emit,
+                stop=self._stop,
+                skipped=self._skipped,
+            )
+            self._announce(pipeline, [device.name for device in devices])
+            with spectra.blas_threads(devices[0].threads):
+                for analysed in pipeline.rows():
+                    self._store.append(analysed.row, analysed.eigs)
+                    counts[analysed.row.status] += 1
+                    self._nbytes += analysed.nbytes
+                    yield analysed.row
+            if not self._stop.is_set():
+                for row in self._skipped.values():
+                    self._store.append(row, None)
+                self._files = self._store.finish(
+                    order=matrices.natural_key,
+                    provenance=self._provenance([device.name for device in devices]),
+                    amend=lambda row: replace(row, params=pipeline.params(row.longname, row.params)),
+                )
+            self._emit(self._finished(counts, interrupted=self._stop.is_set()))
+
+    def result(self) -> Result:
+        """What `rows` has gathered."""
+        return self._store.result()
+
+    def _announce(self, pipeline: Pipeline, devices: list[str]) -> None:
+        checkpoint = self._checkpoint
+        total, exact = pipeline.total()
+        sizes = [shard.size for shard in checkpoint.shards]
+        self._emit(
+            ScanStarted(
+                model_id=checkpoint.source.model_id,
+                revision=checkpoint.source.revision,
+                commit=checkpoint.source.commit,
+                shards=len(checkpoint.shards),
+                total_bytes=None if None in sizes else sum(size or 0 for size in sizes),
+                matrices=total,
+                exact=exact,
+                devices=tuple(devices),
+                out=None if self._output is None else self._output.out,
+                resumed=self._resumed,
+            )
+        )
+        for note in checkpoint.notes:
+            self._emit(Notice(message=note))
+
+    def _done_already(self, counts: Counter[str]) -> None:
+        result = self._store.result()
+        self._files = result.files
+        place = self._files[0] if self._files else "memory"
+        self._emit(Notice(message=f"already done: taken from {place} (--overwrite computes it again)"))
+        self._emit(self._finished(counts))
+
+    def _finished(self, counts: Counter[str], *, interrupted: bool = False) -> ScanFinished:
+        return ScanFinished(
+            model_id=self._checkpoint.source.model_id,
+            analysed=counts["ok"],
+            failed=counts["failed"],
+            skipped=_reasons(self._skipped.values()),
+            seconds=time.perf_counter() - self._started,
+            files=tuple(str(path) for path in self._files),
+            interrupted=interrupted,
+        )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same for earlier rows to be this scan's rows."""
+        return {
+            "weights": self._checkpoint.identity(),
+            "options": self._options.numbers(),
+            "shardesd": ".".join(__version__.split(".")[:2]),
+        }
+
+    def _provenance(self, devices: list[str]) -> dict[str, Any]:
+        checkpoint = self._checkpoint
+        return {
+            "model_id": checkpoint.source.model_id,
+            "revision": checkpoint.source.revision,
+            "commit": checkpoint.source.commit,
+            "location": checkpoint.source.location,
+            "shards": checkpoint.digests(),
+            "notes": list(checkpoint.notes),
+            "options": asdict(self._options),
+            "versions": {
+                "shardesd": __version__,
+                "python": platform.python_version(),
+                **{name: metadata.version(name) for name in ("numpy", "polars", "torch", "huggingface_hub")},
+            },
+            "platform": platform.platform(),
+            "devices": devices,
+            "skipped": _reasons(self._skipped.values()),
+            "seconds": round(time.perf_counter() - self._started, 3),
+            "rows_resumed": self._resumed,
+            "bytes_read": self._nbytes,
+            "peak_memory_bytes": peak_memory(),
+        }
+
+
+def _open(model: Any, revision: str | None, io: str) -> Checkpoint:
+    if isinstance(model, (str, os.PathLike)):
+        return open_checkpoint(open_source(model, revision=revision), io=io)
+    if revision is not None:
+        raise OptionError("a revision can be given only for a repo on the Hub, not for a live model")
+    return open_live(model)
+
+
+def _reasons(rows: Iterable[Row]) -> dict[str, int]:
+    return dict(Counter(row.reason for row in rows).most_common())
