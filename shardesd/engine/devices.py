@@ -1,0 +1,89 @@
+"""Which devices there are, and how much of this machine may be used: what a container grants, not what the host has."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardesd.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A place where tasks run. `slots` tasks run on it at once, each with `threads` BLAS threads."""
+
+    name: str
+    slots: int = 1
+    threads: int = 1
+
+
+def discover(choice: str) -> tuple[Device, ...]:
+    """The devices that `--device` names: ``auto`` is all CUDA devices, and the CPU where there is none.
+
+    Raises `OptionError` where CUDA is asked for and missing.
+    """
+    if choice == "cpu":
+        return (_cpu(),)
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "auto" and not count:
+        return (_cpu(),)
+    if not count:
+        raise OptionError(f"--device '{choice}': this machine has no usable CUDA device (try --device cpu)")
+    if choice in ("auto", "cuda"):
+        return tuple(Device(f"cuda:{i}") for i in range(count))
+    names = list(dict.fromkeys(choice.split(",")))
+    for name in names:
+        if int(name.removeprefix("cuda:")) >= count:
+            raise OptionError(f"--device '{name}': this machine has cuda:0 … cuda:{count - 1}")
+    return tuple(Device(name) for name in names)
+
+
+def cpu_count() -> int:
+    """Cores that this process may use: affinity, OMP_NUM_THREADS and the cgroup's quota, whichever is least."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if wanted.isdigit() and int(wanted) > 0:
+        cores = min(cores, int(wanted))
+    quota = _read("/sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit():
+        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
+    return max(1, cores)
+
+
+def available_memory() -> int:
+    """Bytes that can still be had without swapping, within the cgroup's limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    if limit.isdigit() and used.isdigit():
+        cached = sum(
+            int(line.split()[1])
+            for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
+            if line.startswith(("inactive_file ", "active_file "))
+        )
+        free = min(free, max(0, int(limit) - int(used) + cached))
+    return free
+
+
+def peak_memory() -> int:
+    """The most resident memory that this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cpu() -> Device:
+    # Several solves of one thread each use the cores better than one solve with all of them: docs/performance.md.
+    return Device("cpu", slots=cpu_count(), threads=1)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
