@@ -1,0 +1,12 @@
+"""Eigenvalues → numbers: which λ count, the power law on their tail, norms, ranks, entropy. Pure functions of arrays.
+
+`measure` gives every metric column of a table's row; `keep` and `fit_power_law` are its first two steps.
+"""
+
+from __future__ import annotations
+
+from shardesd.metrics.kept import keep
+from shardesd.metrics.measures import measure
+from shardesd.metrics.powerlaw import fit_power_law
+
+__all__ = ["fit_power_law", "keep", "measure"]

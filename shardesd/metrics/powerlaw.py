@@ -1,0 +1,176 @@
+"""The power law p(λ) ∝ λ^-α on the tail of a spectrum.
+
+For ascending λ_0 … λ_{N-1}, a start i and its tail of n = N - i values:
+
+    α_i = 1 + n / S_i,   S_i = Σ_{j≥i} ln(λ_j/λ_i)                      (the Hill estimator)
+    D_i = max_k |1 - (λ_{i+k}/λ_i)^(1-α_i) - k/n|,   k = 0 … n-1        (Kolmogorov-Smirnov)
+
+A start is valid where λ_i > 0 and S_i > 0 (else α_i would be infinite: all of the tail is one value).
+The start is chosen by one of three rules, see `fit_power_law`. Time is O(N) per start that is looked at in full,
+memory O(N).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from shardesd.errors import OptionError
+from shardesd.metrics.kept import ascending
+from shardesd.options import FIX_FINGERS
+from shardesd.records import Fit
+
+_SAMPLES = 128
+"""Points of a tail at which a lower bound of its D is taken."""
+_ROWS = 512
+"""Starts whose bounds are taken at once: half a megabyte per work array."""
+_SLACK = 1e-12
+"""More than rounding can put between a term of a bound and the same term of D itself."""
+
+
+def fit_power_law(eigs_K: ArrayLike, *, method: str, bins: int = 100) -> Fit:
+    """Fit a power law to the kept eigenvalues `eigs_K`.
+
+    `method` says how the tail's start i is found:
+
+    - ``xmin_mid``: i = N // 2, at most N - 2.
+    - ``xmin_peak``: p is the left edge of the fullest of `bins` bins of log10 λ (λ > 0); among the valid starts with
+      0.95·p ≤ λ_i ≤ 1.5·p the one with the least D.
+    - ``DKS``: of all valid starts the one with the least D (Clauset, Shalizi, Newman, arXiv:0706.1062).
+
+    Of equal D the first wins. `Fit.fit_status` is ``ok``, or ``no_valid_fit`` where the rule leads to no valid start:
+    then α = -1, D = 1 and the other fields are None. Raises `OptionError` for an unknown method, `MatrixError` where
+    a λ is NaN or infinite.
+    """
+    eigs = ascending(eigs_K)
+    tails = _Tails(eigs)
+    if method == "xmin_mid":
+        starts = tails.valid(max(min(eigs.size // 2, eigs.size - 2), 0), 1)
+    elif method == "xmin_peak":
+        starts = tails.valid(*_peak_window(eigs, bins))
+    elif method == "DKS":
+        starts = tails.valid(0, eigs.size)
+    else:
+        raise OptionError(f"--fix-fingers '{method}' is invalid (expected one of: {', '.join(FIX_FINGERS)})")
+    if starts.size == 0:
+        return Fit(alpha=-1.0, D=1.0, fit_xmin=None, fit_xmax=None, n_tail=None, sigma=None, fit_status="no_valid_fit")
+    start, distance = _least_distance(tails, starts)
+    n_tail = eigs.size - start
+    hill = float(tails.hill[start])
+    return Fit(
+        alpha=1 + hill,
+        D=distance,
+        fit_xmin=float(eigs[start]),
+        fit_xmax=float(eigs[-1]),
+        n_tail=n_tail,
+        sigma=hill / math.sqrt(n_tail),
+        fit_status="ok",
+    )
+
+
+class _Distances(Protocol):
+    def lower_bounds(self, starts: NDArray[np.intp]) -> NDArray[np.float64]: ...
+
+    def distance(self, start: int) -> float: ...
+
+
+class _Tails:
+    """α - 1 of every tail of one ascending spectrum, and D of any.
+
+    Both come from the steps ln(λ_{j+1}/λ_j) ≥ 0, summed from the top: sums of terms of one sign, which lose nothing
+    to cancellation, however close or far apart the λ are. (Differences of suffix sums of ln λ would.)
+    """
+
+    def __init__(self, eigs: NDArray[np.float64]) -> None:
+        size = eigs.size
+        first = int(np.searchsorted(eigs, 0.0, side="right"))
+        steps = np.zeros(size)
+        steps[first:-1] = _log_steps(eigs[first:])
+        self._ranks = np.arange(size, dtype=np.float64)
+        n_above = self._ranks[::-1]
+        self._depth = _suffix_sums(steps)
+        """ln(λmax/λ_j); for λ_j ≤ 0 without meaning, and not used."""
+        spread = _suffix_sums(n_above * steps)
+        spread[:first] = 0
+        self.hill = np.divide(n_above + 1, spread, out=np.zeros(size), where=spread > 0)
+        """α - 1 of every start; 0 where the start is not valid."""
+
+    def valid(self, begin: int, count: int) -> NDArray[np.intp]:
+        """The valid ones of `count` starts from `begin` on."""
+        return begin + np.flatnonzero(self.hill[begin : begin + count])
+
+    def distance(self, start: int) -> float:
+        """D of one tail."""
+        terms = self._depth[start:] - self._depth[start]
+        terms *= self.hill[start]
+        np.exp(terms, out=terms)
+        terms += self._ranks[: terms.size] / terms.size
+        terms -= 1
+        return float(max(terms.max(), -terms.min()))
+
+    def lower_bounds(self, starts: NDArray[np.intp]) -> NDArray[np.float64]:
+        """For each start the largest of some of the terms whose maximum is its D."""
+        bounds = np.empty(starts.size)
+        sampled = np.arange(_SAMPLES)
+        for begin in range(0, starts.size, _ROWS):
+            rows = starts[begin : begin + _ROWS, None]
+            n = self._ranks.size - rows
+            k = (n - 1) * sampled // (_SAMPLES - 1)
+            terms = self._depth[rows + k]
+            terms -= self._depth[rows]
+            terms *= self.hill[rows]
+            np.exp(terms, out=terms)
+            terms += k / n
+            terms -= 1
+            bounds[begin : begin + _ROWS] = np.maximum(terms.max(axis=1), -terms.min(axis=1))
+        return bounds
+
+
+def _least_distance(tails: _Distances, starts: NDArray[np.intp]) -> tuple[int, float]:
+    """The first start with the least D, and that D.
+
+    Starts are tried by ascending lower bound of their D, and no further than to where that bound exceeds the least D
+    found: what is left can't win.
+    """
+    bounds = tails.lower_bounds(starts) if starts.size > 1 else np.zeros(starts.size)
+    best = (math.inf, -1)
+    for at in np.argsort(bounds, kind="stable").tolist():
+        if bounds[at] > best[0] + _SLACK:
+            break
+        start = int(starts[at])
+        best = min(best, (tails.distance(start), start))
+    return best[1], best[0]
+
+
+def _peak_window(eigs: NDArray[np.float64], bins: int) -> tuple[int, int]:
+    """First and number of the starts with 0.95·p ≤ λ ≤ 1.5·p, p the left edge of the fullest bin of log10 λ."""
+    first = int(np.searchsorted(eigs, 0.0, side="right"))
+    logs = np.log10(eigs[first:])
+    if logs.size == 0:
+        return 0, 0
+    # Not np.histogram, which refuses a range too narrow for its bins.
+    edges = np.linspace(logs[0], logs[-1], bins + 1)
+    counts = np.diff(np.searchsorted(logs, edges[:-1], side="left"), append=logs.size)
+    peak = edges[np.argmax(counts)]
+    begin = int(np.searchsorted(logs, peak + math.log10(0.95), side="left"))
+    end = int(np.searchsorted(logs, peak + math.log10(1.5), side="right"))
+    return first + begin, end - begin
+
+
+def _log_steps(eigs: NDArray[np.float64]) -> NDArray[np.float64]:
+    """ln(λ_{j+1}/λ_j) of ascending λ > 0, to full relative precision (0 for equal λ)."""
+    low, high = eigs[:-1], eigs[1:]
+    with np.errstate(over="ignore"):
+        steps: NDArray[np.float64] = np.log1p((high - low) / low)
+    beyond = np.isinf(steps)
+    steps[beyond] = np.log(high[beyond]) - np.log(low[beyond])
+    return steps
+
+
+def _suffix_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ_{m≥j} of `values`, for every j."""
+    sums: NDArray[np.float64] = np.cumsum(values[::-1])[::-1].copy()
+    return sums
