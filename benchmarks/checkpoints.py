@@ -1,0 +1,101 @@
+"""Writes checkpoints of a wanted shape, one tensor at a time, so that making one needs no more memory than reading one.
+
+    python benchmarks/checkpoints.py llama OUT --hidden 2048 --mlp 5632 --layers 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+
+def llama_shapes(hidden: int, mlp: int, layers: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama checkpoint; `vocab` 0 leaves embedding and head out."""
+    if vocab:
+        yield "model.embed_tokens.weight", (vocab, hidden)
+    for i in range(layers):
+        layer = f"model.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"{layer}.self_attn.{name}.weight", (hidden, hidden)
+        yield f"{layer}.mlp.gate_proj.weight", (mlp, hidden)
+        yield f"{layer}.mlp.up_proj.weight", (mlp, hidden)
+        yield f"{layer}.mlp.down_proj.weight", (hidden, mlp)
+        yield f"{layer}.input_layernorm.weight", (hidden,)
+        yield f"{layer}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if vocab:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def heavy_tailed(shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    """float32 elements whose rows have power-law scales, so that the ESD has a tail as trained layers' have."""
+    W = generator.standard_normal(shape, dtype=np.float32)
+    if len(shape) == 2:
+        W *= (generator.random((shape[0], 1), dtype=np.float32) + 1e-3) ** np.float32(-0.3) / math.sqrt(shape[1])
+    return W
+
+
+def to_bf16(W: np.ndarray) -> np.ndarray:
+    """Rounded to nearest even, as uint16."""
+    bits = W.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def write(folder: Path, tensors: list[tuple[str, tuple[int, ...]]], *, shard_bytes: int, config: dict[str, object]) -> int:
+    """Writes shards with an index, in bfloat16; returns the bytes of all shards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    size = 0
+    for name, shape in tensors:
+        nbytes = 2 * math.prod(shape)
+        if shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, shape))
+        size += nbytes
+    generator = np.random.default_rng(0)
+    weight_map, total = {}, 0
+    for number, members in enumerate(shards, start=1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        header: dict[str, object] = {}
+        offset = 0
+        for name, shape in members:
+            nbytes = 2 * math.prod(shape)
+            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + nbytes]}
+            weight_map[name] = file
+            offset += nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as stream:
+            stream.write(len(text).to_bytes(8, "little") + text)
+            for _, shape in members:
+                to_bf16(heavy_tailed(shape, generator)).tofile(stream)
+        total += offset
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config))
+    return total
+
+
+def llama(folder: Path, *, hidden: int, mlp: int, layers: int, vocab: int = 0, shard_bytes: int = 500_000_000) -> int:
+    """A Llama-shaped checkpoint; returns its bytes."""
+    config: dict[str, object] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers}
+    return write(folder, list(llama_shapes(hidden, mlp, layers, vocab)), shard_bytes=shard_bytes, config=config)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kind", choices=["llama"])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--mlp", type=int, default=5632)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=0)
+    given = parser.parse_args()
+    size = llama(given.out, hidden=given.hidden, mlp=given.mlp, layers=given.layers, vocab=given.vocab)
+    print(f"{given.out}: {size / 1e9:.2f} GB")

@@ -1,0 +1,157 @@
+"""An interrupted scan keeps its finished rows, and the next one goes on from there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from checkpoints import cli, command, one_file, process, random_weights
+from safetensors.numpy import load_file
+
+import shardesd
+from shardesd.records import MatrixStarted, RowDone
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return one_file(tmp_path_factory.mktemp("weights") / "model", random_weights(layers=20, size=160))
+
+
+def started(folder: Path, out: Path, **options: object) -> list[str]:
+    """Longnames that a scan computes, in a run that goes to its end."""
+    events: list[object] = []
+    shardesd.scan(folder, out=out, on_event=events.append, **options)
+    return [event.longname for event in events if isinstance(event, MatrixStarted)]
+
+
+def test_a_second_run_computes_nothing(folder: Path, tmp_path: Path) -> None:
+    assert len(started(folder, tmp_path / "results")) == 60
+    assert started(folder, tmp_path / "results") == []
+    assert len(started(folder, tmp_path / "results", overwrite=True)) == 60
+    result = cli("scan", folder, "--out", tmp_path / "results")
+    assert result.exit_code == 0
+    assert "already done" in result.stderr
+
+
+def test_a_failed_row_of_a_finished_scan_is_still_a_failure(tmp_path: Path) -> None:
+    tensors = random_weights()
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = np.nan
+    folder = one_file(tmp_path / "model", tensors)
+    for _ in range(2):
+        assert cli("scan", folder, "--out", tmp_path / "results").exit_code == 3
+
+
+def test_closing_the_stream_early_and_scanning_again(folder: Path, tmp_path: Path) -> None:
+    import threading
+
+    stop = threading.Event()
+    done: list[str] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, RowDone) and event.row.status == "ok":
+            done.append(event.row.longname)
+            if len(done) == 10:
+                stop.set()
+
+    result = shardesd.scan(folder, out=tmp_path / "results", on_event=listen, stop=stop)
+    assert result.layers.height == len(done) >= 10
+    assert not (tmp_path / "results" / "models" / "model.csv").exists()
+    rest = started(folder, tmp_path / "results")
+    assert len(rest) + len(done) == 60
+    assert not set(rest) & set(done)
+
+
+def final(out: Path) -> tuple[pl.DataFrame, dict[str, np.ndarray]]:
+    layers = pl.read_csv(out / "models" / "model.csv").drop("seconds")
+    return layers, load_file(out / "spectra" / "model.safetensors")
+
+
+def test_kill_9_at_any_moment_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    process("scan", folder, "--out", tmp_path / "whole", "--quiet")
+    expected, expected_spectra = final(tmp_path / "whole")
+    out = tmp_path / "killed"
+    seed = random.Random(7)
+    kept = 0
+    for _ in range(6):
+        scan = subprocess.Popen(command("scan", folder, "--out", out, "--quiet"))
+        partial = out / "partial"
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and scan.poll() is None:
+            if sum(file.stat().st_size for file in partial.glob("*.jsonl")) > kept:
+                break
+            time.sleep(0.01)
+        time.sleep(seed.random() * 0.2)
+        scan.send_signal(signal.SIGKILL)
+        scan.wait()
+        kept = sum(file.stat().st_size for file in partial.glob("*.jsonl"))
+        if (out / "models" / "model.csv").exists():
+            break
+    assert process("scan", folder, "--out", out, "--quiet").returncode == 0
+    layers, spectra = final(out)
+    assert layers.equals(expected)
+    assert spectra.keys() == expected_spectra.keys()
+    assert all(np.array_equal(spectra[name], expected_spectra[name]) for name in spectra)
+    left = {path.name for path in out.rglob("*") if path.is_file()}
+    assert left == {"model.csv", "model.safetensors", "model.json", "summary.csv"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_keeps_finished_rows_and_says_so(tmp_path: Path, number: int) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=40, size=300))
+    out = tmp_path / "results"
+    scan = subprocess.Popen(
+        command("scan", folder, "--out", out), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    while not any(file.stat().st_size > 3000 for file in (out / "partial").glob("*.jsonl")):
+        assert scan.poll() is None
+        time.sleep(0.01)
+    scan.send_signal(number)
+    stdout, stderr = scan.communicate(timeout=30)
+    assert scan.returncode == 3
+    assert "Traceback" not in stderr
+    assert "again to continue" in stdout + stderr
+    rest = started(folder, out)
+    assert 0 < len(rest) < 120
+    assert pl.read_csv(out / "models" / "model.csv").height == 120
+
+
+def test_two_scans_of_one_model_at_once(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=40, size=300))
+    out = tmp_path / "results"
+    first = subprocess.Popen(command("scan", folder, "--out", out, "--quiet"))
+    while not any((out / "partial").glob("*.jsonl")):
+        assert first.poll() is None
+        time.sleep(0.01)
+    second = process("scan", folder, "--out", out, "--quiet")
+    assert second.returncode == 1
+    assert str(first.pid) in second.stderr
+    assert first.wait() == 0
+    assert process("scan", folder, "--out", out, "--quiet").returncode == 0
+
+
+def test_the_reader_of_stdout_may_leave(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=40))
+    read, write = os.pipe()
+    os.close(read)
+    scan = subprocess.Popen(
+        command("scan", folder, "--out", tmp_path / "results", "--json"), stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    _, stderr = scan.communicate(timeout=60)
+    assert b"Traceback" not in stderr
+    assert b"BrokenPipe" not in stderr
+    assert (tmp_path / "results" / "models" / "model.csv").exists()
+
+
+def test_json_lines_are_the_rows(folder: Path, tmp_path: Path) -> None:
+    result = process("scan", folder, "--out", tmp_path / "results", "--json", "--include", "*layers.3.*")
+    assert result.returncode == 0
+    rows = pl.read_ndjson(result.stdout.encode())
+    assert rows["longname"].to_list() == pl.read_csv(tmp_path / "results" / "models" / "model.csv")["longname"].to_list()
