@@ -1,0 +1,26 @@
+"""Index and headers → tensors in reading order; the elements of one tensor at a time.
+
+`open_checkpoint` for files, `open_live` for a module or a state dict; both give a `Checkpoint`.
+"""
+
+from shardesd.checkpoint.checkpoint import StoredCheckpoint, StoredShard, open_checkpoint, open_shard
+from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, is_integer, is_supported
+from shardesd.checkpoint.interface import Checkpoint, Shard
+from shardesd.checkpoint.layout import adapter_file
+from shardesd.checkpoint.live import LiveCheckpoint, open_live
+
+__all__ = [
+    "SUPPORTED",
+    "Checkpoint",
+    "LiveCheckpoint",
+    "Shard",
+    "StoredCheckpoint",
+    "StoredMatrix",
+    "StoredShard",
+    "adapter_file",
+    "is_integer",
+    "is_supported",
+    "open_checkpoint",
+    "open_live",
+    "open_shard",
+]

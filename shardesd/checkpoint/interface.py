@@ -1,0 +1,124 @@
+"""What a scan needs of a checkpoint, whether it lies in files or is alive in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from shardesd.records import ShardRef, TensorRef
+
+if TYPE_CHECKING:
+    from shardesd.source import Source
+
+
+class Shard(Protocol):
+    """The tensors of one file, once its header has been checked; a context manager."""
+
+    @property
+    def ref(self) -> ShardRef: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole file."""
+        ...
+
+    @property
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """In the order of their bytes; without those that the index places elsewhere."""
+        ...
+
+    @property
+    def metadata(self) -> dict[str, str]: ...
+
+    @property
+    def header_sha256(self) -> str: ...
+
+    def read(self, tensor: TensorRef) -> AbstractContextManager[np.ndarray]:
+        """The raw elements of a tensor, or of a part of one (a `TensorRef` narrowed to a byte range, in its own shape).
+
+        An array of `tensor.shape` and of `elements.raw_dtype`; F4 and F6, whose elements are no whole bytes, come as
+        flat bytes. Valid until the context ends: its memory is used again. Not to be written to. Any number of threads
+        may read at once. Raises `ShardChanged` if the file shrank or changed, `SourceError` if it can't be read,
+        `MatrixError` if this tensor's elements can't be had.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the file; arrays in use stay valid."""
+        ...
+
+    def __enter__(self) -> Shard: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+
+class Checkpoint(Protocol):
+    """The shards of a model in reading order."""
+
+    @property
+    def source(self) -> Source: ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The model's config.json, or {}."""
+        ...
+
+    @property
+    def shards(self) -> tuple[ShardRef, ...]:
+        """In natural order."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str] | None:
+        """All tensor names, from the index and the headers read so far; None while nothing tells them all."""
+        ...
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know: files that were left out, and why. Grows as shards are opened."""
+        ...
+
+    @property
+    def hints(self) -> Mapping[str, str]:
+        """Tensor name → ``embedding``, ``norm``, ``conv`` or ``conv1d``, where the module tells; else {}."""
+        ...
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """Name of a tensor that is another one's memory → that other one's name; {} for files."""
+        ...
+
+    @property
+    def complete(self) -> bool:
+        """Whether the headers of all shards are known."""
+        ...
+
+    def tensors(self) -> tuple[TensorRef, ...]:
+        """All tensors of the headers that are known, in reading order."""
+        ...
+
+    def open(self, shard: ShardRef, path: Path) -> Shard:
+        """Open a shard that lies at `path`.
+
+        Raises `MalformedHeader`, `MalformedIndex`, `ShardChanged` (its header is not what it was), `SourceError`, or
+        `CheckpointError` (a tensor that another shard holds too).
+        """
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """Plain JSON that differs where the weights do: what an unfinished run is continued by."""
+        ...
+
+    def digests(self) -> dict[str, dict[str, Any]]:
+        """Shard name → ``size``, ``sha256`` (where the source knows it), ``header_sha256`` (once read), or None."""
+        ...
