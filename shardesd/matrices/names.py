@@ -1,0 +1,189 @@
+"""What a tensor's name tells: longname, block type, layer index. Nothing here knows shapes or models.
+
+A rule is a regular expression for the end of a name that begins at a component: ``fc1|ffn\\.lin1`` is met by
+``layers.3.fc1`` and ``fc1``, and not by ``myfc1``. The first rule that a name meets decides, so the rows' order counts.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+ATTENTION = r"(?:att|\w*(?:attn|[Aa]ttention)\w*)"
+MLP = r"(?:mlp|ffn|moe|block_sparse_moe|feed_forward|\w+_mlp)"
+TOP = r"(?<!\.)"  # the component that follows is the name's first
+
+_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "position",
+        (
+            r"wpe|embed_positions|positions_embed|rel_embeddings|rel_pos_[hw]",
+            r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table)?",
+            r"(?:\w*_)?relative_(?:attention|position)_(?:bias|bias_table|embedding|embeddings)",
+        ),
+    ),
+    (
+        "norm",
+        (
+            r"(?:\w*_)?(?:[Ll]ayer|[Bb]atch|[Gg]roup|[Ii]nstance|[Rr][Mm][Ss])?_?(?:[Nn]orm|layrnorm|normalization)\d*",
+            r"(?:\w*_)?(?:layer)?norm_(?:before|after|pre|post|attn|mlp|ffn|cross|embeddings?|\d+|[a-z])",
+            r"(?:\w*_)?ln_?(?:\d+|f|out|pre|post|attn|mlp|x)?|(?:\w*_)?[bg]n\d*",
+        ),
+    ),
+    (
+        "router",
+        (
+            rf"{MLP}\.gate(?:\.wg)?|gate\.wg|shared_expert_gate",
+            r"(?:\w+_)?router(?:\.(?:layer|classifier|gate|linear|proj))?",
+        ),
+    ),
+    (
+        "lm_head",
+        (
+            r"lm_head(?:\.decoder)?|generator_lm_head|lm_loss|embed_out|output_projection|vocab_projector",
+            r"predictions\.decoder|pred_layer\.proj",
+            rf"{TOP}(?:proj_out|output|decoder)",
+        ),
+    ),
+    (
+        "embedding",
+        (
+            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens|embed_tokens_per_layer|tokens_embed",
+            r"(?:word|tok|token|token_type|segment|lang|language|class|speaker|char|input|entity)_embeddings?",
+            r"(?:cls|class|mask|dist|distillation|register|query)_tokens?|masked_spec_embed|mask_emb|probe|latents",
+            rf"(?:{TOP}|model\.|transformer\.)shared",
+        ),
+    ),
+    # RWKV's channel mix calls its two matrices key and value.
+    ("up_proj", (r"(?:feed_forward|ffn)\.key",)),
+    ("down_proj", (r"(?:feed_forward|ffn)\.value",)),
+    ("kv", (r"kv|kv_proj|to_kv|[Ww]kv|key_value|kv_a_proj_with_mqa|kv_[ab]_proj|crossattention\.c_attn",)),
+    (
+        "qkv",
+        (
+            r"qkv|qkv_proj|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
+            rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
+        ),
+    ),
+    ("q_proj", (r"(?:q|query)(?:_proj|_lin)?|q_[ab]_proj|q_attn|[Ww]q|to_q|q_proj_weight",)),
+    ("k_proj", (r"(?:k|key)(?:_proj|_lin)?|[Ww]k|to_k|k_proj_weight",)),
+    ("v_proj", (r"(?:v|value)(?:_proj|_lin)?|[Ww]v|to_v|v_proj_weight",)),
+    (
+        "o_proj",
+        (
+            r"o_proj|out_lin|to_out(?:\.0)?|attn_out",
+            rf"{ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
+        ),
+    ),
+    ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|input_linear|{MLP}\.Wi",)),
+    ("gate_proj", (r"gate_proj|w1|wi_0",)),
+    (
+        "up_proj",
+        (
+            r"up_proj|w3|v1|wi|wi_1|fc1|fc_in|c_fc|lin1|linear1|pwconv1|dense_h_to_4h|intermediate(?:\.|_)dense",
+            r"layers?\.\d+\.ffn|albert_layers\.\d+\.ffn|mlp\.linear_1",
+        ),
+    ),
+    (
+        "down_proj",
+        (
+            r"down_proj|w2|wo|fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|output(?:\.|_)dense|ffn_output",
+            rf"output_linear|ff_out|mlp\.linear_2|{MLP}\.(?:c_proj|Wo)",
+        ),
+    ),
+    (
+        "conv",
+        (
+            r"(?:\w*_)?(?:dw|pw)?conv(?:olution)?(?:_?\d*[a-z]*)?",
+            r"patch_embed(?:ding|dings)?(?:\.(?:proj|projection))?",
+        ),
+    ),
+)
+
+
+@cache
+def ends_with(*rules: str) -> re.Pattern[str]:
+    """A pattern whose `search` finds names that end in one of the rules, from the beginning of a component."""
+    return re.compile(rf"(?:^|\.)(?:{'|'.join(rules)})$")
+
+
+_ROLES = tuple((role, ends_with(*rules)) for role, rules in _RULES)
+BLOCK_TYPES: tuple[str, ...] = tuple(dict.fromkeys((*(role for role, _ in _RULES), "expert", "other")))
+"""Every value that `block_type` can have. ``qkv``, ``kv`` and ``gate_up`` are fused tensors that were not split."""
+
+_LONGEST = 300  # characters of a name's end that rules are tried on: keeps hostile names from costing quadratic time
+_NOT_IN_EXPERTS = ("position", "norm", "router", "lm_head", "embedding")
+_EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
+
+# What a module calls its parameters: left off before a rule is tried, so that a bias or a packed weight has the block
+# type of its module.
+_PARAMETER = re.compile(r"\.(?:bias|weight|weight_\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$")
+
+_BLOCK_NUMBER = re.compile(
+    r"(?:^|\.)(?:(?:\w+_)?(?:layers?|blocks?|stages?|groups?|resblocks)|h|features|cells)\.([0-9]{1,9})(?=\.|$)"
+)
+_NAMED_BLOCK = re.compile(r"(?:^|\.)(?:layer|stage|block|denseblock)([0-9]{1,9})(?=\.|$)")
+
+
+class Name(NamedTuple):
+    """What a name alone tells of a tensor."""
+
+    longname: str
+    """The name without ``.weight``."""
+    layer_index: int | None
+    """The outermost block number, as it stands in the name: ``encoder.layer.3`` → 3, ``block.4.layer.0`` → 4,
+    ``stages.2.layers.1`` and torchvision's ``layer2.1`` → 2 (the stage; blocks are numbered anew in each). Both stacks
+    of an encoder-decoder count from 0. None outside all blocks."""
+    block_type: str
+    """One of `BLOCK_TYPES`."""
+
+
+@lru_cache(maxsize=8192)
+def parse_name(name: str) -> Name:
+    """The longname, layer index and block type of the tensor `name`."""
+    longname = name.removesuffix(".weight")
+    part = role(longname)
+    if part not in _NOT_IN_EXPERTS and _EXPERT.search(longname):
+        part = "expert"
+    return Name(longname, _layer_index(longname), part)
+
+
+def role(longname: str) -> str:
+    """What the matrix does in its block: `Name.block_type`, but ``gate_up``, ``down_proj`` … inside an expert too."""
+    stem = _PARAMETER.sub("", longname[-_LONGEST:])
+    return next((part for part, rule in _ROLES if rule.search(stem)), "other")
+
+
+def _layer_index(longname: str) -> int | None:
+    found = [match for rule in (_BLOCK_NUMBER, _NAMED_BLOCK) if (match := rule.search(longname))]
+    return int(min(found, key=lambda match: match.start())[1]) if found else None
+
+
+NaturalKey = tuple[tuple[tuple[int, str] | str, ...], str]
+
+
+def natural_key(name: str) -> NaturalKey:
+    """Sort key in which numbers count by value: ``h.2`` before ``h.10``."""
+    parts: list[tuple[int, str] | str] = []
+    for i, text in enumerate(re.split(r"([0-9]+)", name)):
+        digits = text.lstrip("0")
+        # Equal lengths make digits compare by value, however long a hostile name makes them.
+        parts.append((len(digits), digits) if i % 2 else text)
+    return tuple(parts), name
+
+
+def may_be_tied(name: str) -> bool:
+    """Whether the tensor is the weight of an embedding or a vocabulary head, of which one may be a copy of another.
+
+    Only these are ever compared: equal hidden layers are not ties (merged models repeat layers on purpose).
+    """
+    return name.endswith("weight") and parse_name(name).block_type in ("embedding", "lm_head")
+
+
+def tie_order(name: str) -> tuple[bool, int, NaturalKey]:
+    """Sort key of the tensors that `may_be_tied`: of equal ones the first is the original, the others its duplicates.
+
+    Embeddings come before heads, outer ones before inner ones (T5's ``shared`` before ``encoder.embed_tokens``).
+    """
+    return parse_name(name).block_type == "lm_head", name.count("."), natural_key(name)
