@@ -1,0 +1,321 @@
+"""One model's files under an output folder, from the first row to the finished tables, and the same in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from shardesd.errors import ResultsError
+from shardesd.options import FORMATS
+from shardesd.records import Row
+from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
+from shardesd.results.journal import Journal
+from shardesd.results.result import Result, make_result
+from shardesd.results.stored import StoredSpectra, write_spectra
+from shardesd.results.summary import read_summary, update_summary
+from shardesd.results.tables import read_table, row_values, table_bytes, to_frame, to_rows
+
+Order = Callable[[str], Any]
+Amend = Callable[[Row], Row]
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """What `begin` found."""
+
+    state: Literal["new", "resumed", "done"]
+    rows: tuple[Row, ...] = ()
+    """Already there, skipped ones too: in their final order when done, in the order of computation when resumed."""
+
+
+class ModelStore:
+    """One model's files under one output folder.
+
+    `begin`, `append` for every row, `finish`, `result`; `close` (or leaving a ``with`` block) at any time keeps the
+    finished rows for the next run. While it is open no other process can write this model into this folder. For one
+    thread.
+    """
+
+    def __init__(
+        self, out: str | Path, model_id: str, revision: str | None, format: str = "csv", *, show_skipped: bool = False
+    ) -> None:
+        self.out, self.model_id, self.revision = Path(out), model_id, revision
+        self.format, self.show_skipped = format, show_skipped
+        self.stem = file_stem(model_id, revision)
+        self.table_path = self._table(format)
+        self.spectra_path = self.out / "spectra" / f"{self.stem}.safetensors"
+        self.run_path = self.out / "runs" / f"{self.stem}.json"
+        self.journal_path = self.out / "partial" / f"{self.stem}.jsonl"
+        self.summary_path = self.out / "summary.csv"
+        self._lock = Lock(self.out / "partial" / f"{self.stem}.lock")
+        self._journal: Journal | None = None
+        self._rows: list[Row] | None = None
+        self._unfinished: tuple[Row, ...] = ()
+
+    def __enter__(self) -> ModelStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, fingerprint: Mapping[str, Any], *, overwrite: bool) -> Begun:
+        """Finds out what is there already, and makes ready for `append`.
+
+        `fingerprint` says, in plain JSON, what the numbers follow from: ``options`` (a dict), ``shardesd`` (the
+        version), and under any other keys which weights they are. A finished table or an unfinished scan with an equal
+        one is taken up ("done", "resumed"); one with another is refused unless `overwrite`, which computes everything
+        anew and leaves the old table in place until the new one replaces it. A table that is done in another format
+        is written in this one too.
+
+        Raises `ResultsError` (not writable, made otherwise, or being written by another process) and `NoSpace`.
+        """
+        plain: dict[str, Any] = json.loads(json.dumps(fingerprint))
+        folders = [self.out, *(path.parent for path in (self.table_path, self.spectra_path, self.run_path))]
+        make_folders([*folders, self.journal_path.parent])
+        try:
+            self._lock.acquire(
+                0, lambda holder: f"{holder} is scanning {self.model_id} into {self.out}; wait, or choose another --out"
+            )
+            tables = [self._table(format) for format in FORMATS]
+            remove_leftovers([*tables, self.spectra_path, self.run_path])
+            read_summary(self.out)  # to fail now rather than when all is computed
+            begun = self._look(plain, overwrite)
+            if begun is None:
+                self._journal = Journal.create(self.journal_path, plain)
+                begun = Begun("new")
+        except BaseException:
+            self.close()
+            raise
+        if begun.state == "done":
+            self.close()
+        return begun
+
+    def append(self, row: Row, eigs: np.ndarray | None) -> None:
+        """Keeps a finished row and its λ; they survive a kill -9 from the moment this returns.
+
+        Raises `NoSpace` or `ResultsError`; what was there before is unharmed.
+        """
+        self._open_journal().append(row, eigs)
+
+    def finish(self, order: Order, provenance: Mapping[str, Any], amend: Amend = lambda row: row) -> tuple[Path, ...]:
+        """Writes spectra, table, provenance and the summary's row; gives their paths.
+
+        Rows are sorted by ``order(longname)`` and passed through `amend`. `provenance` is JSON for the run's file;
+        its ``commit`` and ``versions.shardesd`` also go into the spectra's metadata. λ pass from the journal to
+        the file one row at a time. When it raises (`NoSpace`, `ResultsError`), the rows are kept as before.
+        """
+        journal = self._open_journal()
+        rows = _arrange(journal.rows.values(), order, amend)
+        if self._provenance().get("fingerprint") != journal.fingerprint:
+            # From here on the old provenance would describe files that are no longer its own.
+            with named_errors(self.run_path):
+                self.run_path.unlink(missing_ok=True)
+        known = journal.lengths()
+        lengths = {
+            row.longname: known[row.longname] for row in rows if row.longname in known and row.status != "skipped"
+        }
+        versions = provenance.get("versions") or {}
+        metadata = {
+            "model_id": self.model_id,
+            "revision": self.revision,
+            "commit": provenance.get("commit"),
+            "shardesd": versions.get("shardesd"),
+        }
+        write_spectra(
+            self.spectra_path, lengths, journal.eigs, {key: str(value) for key, value in metadata.items() if value}
+        )
+        self._write_table(rows)
+        for format in FORMATS:
+            if format != self.format:
+                with named_errors(self._table(format)):
+                    self._table(format).unlink(missing_ok=True)
+        run = {**provenance, "model_id": self.model_id, "revision": self.revision, "fingerprint": journal.fingerprint}
+        run["skipped"] = [
+            {"position": i, **{k: v for k, v in row_values(row).items() if v not in (None, "")}}
+            for i, row in enumerate(rows)
+            if row.status == "skipped"
+        ]
+        run["finished_at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._write_run(run)
+        self._rows = rows
+        update_summary(self.out, self.result().summary)
+        journal.remove()
+        self._journal = None
+        self.close()
+        return (*self._own_files(), self.summary_path)
+
+    def result(self) -> Result:
+        """The finished model: after `finish`, or when `begin` found it done.
+
+        Of an unfinished scan that has been closed: the rows so far, without spectra, and the journal as its file.
+        """
+        if self._rows is None:
+            rows, spectra_path, files = self._unfinished, None, (self.journal_path,)
+        else:
+            rows, spectra_path, files = tuple(self._rows), self.spectra_path, (*self._own_files(), self.summary_path)
+        return make_result(
+            self.model_id,
+            self.revision,
+            rows,
+            show_skipped=self.show_skipped,
+            spectra=StoredSpectra(spectra_path) if spectra_path and spectra_path.exists() else {},
+            files=files,
+        )
+
+    def close(self) -> None:
+        """Lets go of the files. Rows of an unfinished scan stay for the next run."""
+        if self._journal is not None:
+            self._unfinished = tuple(self._journal.rows.values())
+            if self._journal.rows:
+                self._journal.close()
+            else:
+                self._journal.remove()
+            self._journal = None
+        self._lock.release()
+
+    def _look(self, fingerprint: dict[str, Any], overwrite: bool) -> Begun | None:
+        """What of earlier runs can be taken up; None for nothing."""
+        if overwrite:
+            return None
+        table = next((t for t in map(self._table, (self.format, *FORMATS)) if t.exists()), None)
+        run = self._provenance()
+        if table and run.get("fingerprint") == fingerprint:
+            return self._take_done(table, run)
+        journal = Journal.open(self.journal_path)
+        if journal is not None and journal.fingerprint == fingerprint:
+            self._journal = journal
+            return Begun("resumed", tuple(journal.rows.values()))
+        remedy = "add --overwrite to replace it, or choose another --out"
+        if journal is not None:
+            journal.close()
+        if table:
+            why = _difference(run["fingerprint"], fingerprint) if "fingerprint" in run else "without a record of how"
+            raise ResultsError(f"{table} was made {why}; {remedy}")
+        if journal is not None and journal.rows:
+            why = _difference(journal.fingerprint, fingerprint)
+            raise ResultsError(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
+        return None
+
+    def _take_done(self, table: Path, run: dict[str, Any]) -> Begun:
+        layers = read_table(table)
+        rows = [row for row in to_rows(layers) if row.status != "skipped"]
+        as_wanted = (
+            table == self.table_path and len(rows) + len(run.get("skipped", ())) * self.show_skipped == layers.height
+        )
+        for values in run.get("skipped", ()):
+            rows.insert(values["position"], Row(**{k: v for k, v in values.items() if k != "position"}))
+        if table != self.table_path or not as_wanted:
+            self._write_table(rows)
+            self._write_run(run)
+        leftover = Journal.open(self.journal_path)
+        if leftover is not None:
+            # Of a run that was killed between its last two steps; another run's unfinished work stays.
+            (leftover.remove if leftover.fingerprint == run["fingerprint"] else leftover.close)()
+        self._rows = rows
+        update_summary(self.out, self.result().summary)
+        return Begun("done", tuple(rows))
+
+    def _write_table(self, rows: Iterable[Row]) -> None:
+        layers = to_frame(row for row in rows if self.show_skipped or row.status != "skipped")
+        with atomic(self.table_path) as file:
+            file.write(table_bytes(layers, self.format))
+
+    def _write_run(self, run: dict[str, Any]) -> None:
+        run["files"] = [path.relative_to(self.out).as_posix() for path in self._own_files() if path != self.run_path]
+        with atomic(self.run_path) as file:
+            file.write(json.dumps(run, indent=1, ensure_ascii=True, default=str).encode() + b"\n")
+
+    def _provenance(self) -> dict[str, Any]:
+        """The finished run's JSON; empty where there is none that can be read."""
+        try:
+            run = json.loads(self.run_path.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return run if isinstance(run, dict) else {}
+
+    def _own_files(self) -> tuple[Path, ...]:
+        tables = [self.table_path, *(table for table in map(self._table, FORMATS) if table != self.table_path)]
+        return tuple(path for path in (*tables, self.spectra_path, self.run_path) if path.exists())
+
+    def _table(self, format: str) -> Path:
+        return self.out / "models" / f"{self.stem}.{format}"
+
+    def _open_journal(self) -> Journal:
+        if self._journal is None:
+            raise RuntimeError("begin() must come first, and find the model not done")
+        return self._journal
+
+
+class MemoryStore:
+    """The same surface without files: rows and λ are held in memory."""
+
+    def __init__(self, model_id: str, revision: str | None = None, *, show_skipped: bool = False) -> None:
+        self.model_id, self.revision, self.show_skipped = model_id, revision, show_skipped
+        self._appended: dict[str, Row] = {}
+        self._eigs: dict[str, np.ndarray] = {}
+        self._rows: list[Row] | None = None
+
+    def __enter__(self) -> MemoryStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(self, fingerprint: Mapping[str, Any], *, overwrite: bool) -> Begun:
+        """Always new: memory holds no earlier run."""
+        return Begun("new")
+
+    def append(self, row: Row, eigs: np.ndarray | None) -> None:
+        """Keeps a finished row and its λ."""
+        row = Row(**row_values(row))
+        self._appended[row.longname] = row
+        if eigs is not None:
+            self._eigs[row.longname] = eigs
+
+    def finish(self, order: Order, provenance: Mapping[str, Any], amend: Amend = lambda row: row) -> tuple[Path, ...]:
+        """Sorts rows by ``order(longname)`` and passes them through `amend`; there are no files to name."""
+        self._rows = _arrange(self._appended.values(), order, amend)
+        return ()
+
+    def result(self) -> Result:
+        """The model, or as much of it as there is so far."""
+        rows = list(self._appended.values()) if self._rows is None else self._rows
+        spectra = {
+            row.longname: self._eigs[row.longname]
+            for row in rows
+            if row.longname in self._eigs and row.status != "skipped"
+        }
+        return make_result(self.model_id, self.revision, rows, show_skipped=self.show_skipped, spectra=spectra)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _arrange(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:
+    return [amend(row) for row in sorted(rows, key=lambda row: order(row.longname))]
+
+
+def _difference(old: Any, new: dict[str, Any]) -> str:
+    """How a finished result's fingerprint differs from the one asked for, in a few words: ``with …, now …``."""
+    old = old if isinstance(old, dict) else {}
+    before, now = old.get("options") or {}, new.get("options") or {}
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    parts = [f"with {key}={_short(before.get(key))}, now {_short(now.get(key))}" for key in changed[:2]]
+    if len(changed) > 2:
+        parts.append(f"with {len(changed) - 2} other options changed")
+    if old.get("shardesd") != new.get("shardesd"):
+        parts.append(f"by shardesd {old.get('shardesd')}, now {new.get('shardesd')}")
+    if any(old.get(key) != new.get(key) for key in {**old, **new} if key not in ("options", "shardesd")):
+        parts.append("of other weights")
+    return " and ".join(parts)
+
+
+def _short(value: Any) -> str:
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (text if len(text) <= 40 else text[:39] + "…") or "none"

@@ -1,0 +1,77 @@
+"""The λ of a model's rows in one safetensors file: written as a stream, read one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from shardesd.errors import ResultsError
+from shardesd.results.files import atomic
+
+
+def write_spectra(
+    path: Path, lengths: Mapping[str, int], eigs: Callable[[str], np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes the λ that `eigs` gives for each name, in the order of `lengths`, holding one array at a time.
+
+    The file is float64 of shape (K,) per name, K = ``lengths[name]``. Raises `NoSpace` or `ResultsError`.
+    """
+    names = [name for name in lengths if name != "__metadata__"]  # the format keeps this name for itself
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        start, end = end, end + 8 * lengths[name]
+        header[name] = {"dtype": "F64", "shape": [lengths[name]], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that every float is aligned
+    with atomic(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            array = np.ascontiguousarray(eigs(name), dtype="<f8")
+            if array.shape != (lengths[name],):
+                raise ResultsError(f"{name} has λ of shape {array.shape} where {lengths[name]} were announced")
+            file.write(array.data)
+
+
+class StoredSpectra(Mapping[str, np.ndarray]):
+    """Longname → λ (float64, ascending) out of a spectra file, each read when it is asked for.
+
+    Raises `ResultsError` where the file can't be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: Any = None
+        self._names: dict[str, None] = {}
+
+    def _open(self) -> Any:
+        if self._file is None:
+            try:
+                self._file = safe_open(self.path, framework="numpy")
+            except (OSError, SafetensorError) as error:
+                raise ResultsError(f"can't read the spectra {self.path}: {error}; scan the model again") from error
+            self._names = dict.fromkeys(self._file.offset_keys())
+        return self._file
+
+    def __getitem__(self, longname: str) -> np.ndarray:
+        file = self._open()
+        if longname not in self._names:
+            raise KeyError(longname)
+        array: np.ndarray = file.get_tensor(longname)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        self._open()
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        self._open()
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"StoredSpectra({str(self.path)!r})"

@@ -1,0 +1,159 @@
+"""One row per model: statistics of its layers, and the summary.csv that is kept current with them."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from shardesd.errors import ResultsError
+from shardesd.results.files import Lock, atomic, named_errors, remove_leftovers
+
+SUMMARY_COLUMNS: tuple[str, ...] = (
+    "model_id",
+    "revision",
+    "is_adapter",
+    "source_model",
+    "num_layers",
+    "num_failed",
+    "alpha_mean",
+    "alpha_median",
+    "alpha_std",
+    "alpha_min",
+    "alpha_max",
+    "alpha_q25",
+    "alpha_q75",
+    "alpha_weighted_mean",
+    "D_mean",
+    "log_alpha_norm_mean",
+    "spectral_norm_mean",
+    "spectral_norm_max",
+    "stable_rank_mean",
+    "stable_rank_median",
+    "entropy_mean",
+    "entropy_median",
+    "total_params",
+    "seconds",
+)
+LOCK_TIMEOUT = 60.0
+"""Seconds to wait for others that write the same summary."""
+
+
+def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = None) -> dict[str, Any]:
+    """A model's row of the summary, from its table. `model_id` and `revision` are for a table without rows.
+
+    `num_layers` counts the rows with status ``ok``. The statistics of alpha, alpha_weighted, D and log_alpha_norm are
+    over those of them whose fit succeeded (alpha > 0); all others over all of them. `num_failed` counts the rows with
+    status ``failed`` and the ok ones whose fit failed. Quantiles are linear interpolations, `alpha_std` is the
+    sample's (ddof = 1) and None for one row, as is every statistic of none. `seconds` is the sum over all rows.
+    """
+    ok = layers.filter(pl.col("status") == "ok")
+    fitted = ok.filter(pl.col("alpha") > 0)
+    first = layers.row(0, named=True) if layers.height else {"model_id": model_id, "revision": revision}
+    alpha = _numbers(fitted, "alpha")
+    spectral_norm, stable_rank, entropy = (_numbers(ok, name) for name in ("spectral_norm", "stable_rank", "entropy"))
+    values = {
+        "model_id": first["model_id"],
+        "revision": first["revision"],
+        "is_adapter": first.get("is_adapter") or False,
+        "source_model": first.get("source_model"),
+        "num_layers": ok.height,
+        "num_failed": layers.filter(pl.col("status") == "failed").height + ok.height - fitted.height,
+        "alpha_mean": _mean(alpha),
+        "alpha_median": _quantile(alpha, 0.5),
+        "alpha_std": float(alpha.std(ddof=1)) if alpha.size > 1 else None,
+        "alpha_min": _quantile(alpha, 0.0),
+        "alpha_max": _quantile(alpha, 1.0),
+        "alpha_q25": _quantile(alpha, 0.25),
+        "alpha_q75": _quantile(alpha, 0.75),
+        "alpha_weighted_mean": _mean(_numbers(fitted, "alpha_weighted")),
+        "D_mean": _mean(_numbers(fitted, "D")),
+        "log_alpha_norm_mean": _mean(_numbers(fitted, "log_alpha_norm")),
+        "spectral_norm_mean": _mean(spectral_norm),
+        "spectral_norm_max": _quantile(spectral_norm, 1.0),
+        "stable_rank_mean": _mean(stable_rank),
+        "stable_rank_median": _quantile(stable_rank, 0.5),
+        "entropy_mean": _mean(entropy),
+        "entropy_median": _quantile(entropy, 0.5),
+        "total_params": int(ok["params"].sum()),
+        "seconds": float(layers["seconds"].sum()),
+    }
+    return {name: values[name] for name in SUMMARY_COLUMNS}
+
+
+def _numbers(layers: pl.DataFrame, column: str) -> np.ndarray:
+    return layers[column].drop_nulls().to_numpy()
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if values.size else None
+
+
+def _quantile(values: np.ndarray, q: float) -> float | None:
+    return float(np.quantile(values, q)) if values.size else None
+
+
+def update_summary(out: Path, row: Mapping[str, Any]) -> Path:
+    """Puts a model's row into ``out/summary.csv``, in place of the one with its model_id and revision; gives the path.
+
+    Other models' rows, and columns that aren't in `SUMMARY_COLUMNS`, stay as they are, text for text. Processes that
+    do this at once wait for each other. Raises `NoSpace` or `ResultsError`.
+    """
+    path = out / "summary.csv"
+    lock = Lock(out / ".summary.lock")
+    try:
+        lock.acquire(LOCK_TIMEOUT, lambda holder: f"{holder} has held {path} for {LOCK_TIMEOUT:.0f} s; try again later")
+        remove_leftovers([path])
+        rows = read_summary(out)
+        new = {name: _cell(row[name]) for name in SUMMARY_COLUMNS}
+        same = [i for i, old in enumerate(rows) if all(old.get(k, "") == new[k] for k in ("model_id", "revision"))]
+        if same:
+            rows[same[0]] = {**rows[same[0]], **new}
+            rows = [old for i, old in enumerate(rows) if i not in same[1:]]
+        else:
+            rows.append(new)
+        extra = {name: None for old in rows for name in old if name not in SUMMARY_COLUMNS}
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, [*SUMMARY_COLUMNS, *extra], restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        data = text.getvalue().encode()
+        with named_errors(path):
+            current = path.read_bytes() if path.exists() else None
+        if data != current:
+            with atomic(path) as file:
+                file.write(data)
+    finally:
+        lock.release()
+    return path
+
+
+def read_summary(out: Path) -> list[dict[str, str]]:
+    """The rows of ``out/summary.csv`` as text; none where there is no such file.
+
+    Raises `ResultsError` where the file is something else than a summary.
+    """
+    path = out / "summary.csv"
+    try:
+        with open(path, newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, restval="")
+            rows = list(reader)
+            columns = reader.fieldnames or ()
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ResultsError(f"can't read {path}: {error}; move it away, or choose another --out") from error
+    if columns and ("model_id" not in columns or any(None in row for row in rows)):
+        raise ResultsError(f"{path} is not a summary of models; move it away, or choose another --out")
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
