@@ -31,7 +31,7 @@ from shardesd.options import (
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
-    from shardesd.records import ScanFinished
+    from shardesd.records import Event, Notice, ScanFinished
     from shardesd.results import Result
 
 _SCAN = ScanOptions()
@@ -180,9 +180,9 @@ def _run(
     from shardesd.show import display
 
     finished: list[ScanFinished] = []
-    with _interruptible() as stop, display(quiet=quiet, verbose=verbose, json=json) as show:
+    with display(quiet=quiet, verbose=verbose, json=json) as show, _interruptible(show) as stop:
 
-        def listen(event: Any) -> None:
+        def listen(event: Event) -> None:
             if isinstance(event, ScanFinished):
                 finished.append(event)
             show(event)
@@ -217,6 +217,8 @@ def _errors(verbose: bool) -> Iterator[None]:
     """One line on stderr and exit code 1 for what a user can mend; a traceback only when it is asked for."""
     try:
         yield
+    except typer.Exit:
+        raise
     except ShardesdError as error:
         _fail(str(error), verbose)
     except BrokenPipeError:
@@ -239,14 +241,19 @@ def _fail(message: str, verbose: bool) -> NoReturn:
 
 
 @contextmanager
-def _interruptible() -> Iterator[threading.Event]:
+def _interruptible(show: Callable[[Notice], None]) -> Iterator[threading.Event]:
     """SIGINT or SIGTERM once: finish the matrices in flight and keep them. Twice: stop now."""
     stop = threading.Event()
+    from shardesd.records import Notice
+
+    words = Notice(message="stopping when the matrices in flight are done (Ctrl-C again: now)")
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
             os._exit(128 + number)
         stop.set()
+        # In a thread, since the interrupted one may hold the display's lock.
+        threading.Thread(target=show, args=(words,), daemon=True).start()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before: list[Callable[[int, FrameType | None], Any] | int | None] = [signal.signal(s, handle) for s in signals]

@@ -123,11 +123,16 @@ class Pipeline:
                 on_start=lambda key, device: self.emit(MatrixStarted(longname=key.item.longname, device=device)),
                 stop=self.stop,
             )
-            for outcome in outcomes:
-                analysed = self._analysed(outcome)
-                yield analysed
-                self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
-                self._left(outcome.key.shard, fetcher)
+            try:
+                for outcome in outcomes:
+                    analysed = self._analysed(outcome)
+                    yield analysed
+                    self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
+                    self._left(outcome.key.shard, fetcher)
+            finally:
+                outcomes.close()
+                for state in list(self._open.values()):
+                    state.shard.close()
 
     def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
         last: list[tuple[TensorRef, Shard]] = []
@@ -160,9 +165,6 @@ class Pipeline:
                 yield from self._planned(tensor, shard)
             else:
                 self._skip(matrices.tied(tensor, twin))
-        for state in self._open.values():
-            if state.kept and not state.left:
-                state.shard.close()
 
     def _count(self, tensor: TensorRef) -> int:
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in self._plan(tensor))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -70,7 +70,7 @@ class Engine:
         *,
         on_start: Callable[[K, str], None] = lambda key, device: None,
         stop: threading.Event | None = None,
-    ) -> Iterator[Outcome[K, T]]:
+    ) -> Generator[Outcome[K, T], None, None]:
         """Outcomes as they come, in no particular order. Once `stop` is set, only tasks in flight are finished.
 
         An exception of `tasks` itself is raised here when the tasks before it are done. A task whose memory can't be
