@@ -84,6 +84,7 @@ class Pipeline:
     _estimated: int = 0
     """What the names of the shards opened so far had promised."""
     _opened: int = 0
+    _closed: bool = False
 
     def __post_init__(self) -> None:
         known = self.checkpoint
@@ -131,14 +132,20 @@ class Pipeline:
                     self._left(outcome.key.shard, fetcher)
             finally:
                 outcomes.close()
-                for state in list(self._open.values()):
-                    state.shard.close()
+                with self._lock:
+                    self._closed = True
+                    for state in self._open.values():
+                        state.shard.close()
 
     def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
         last: list[tuple[TensorRef, Shard]] = []
         for number, (ref, path) in enumerate(fetcher, start=1):
             shard = self.checkpoint.open(ref, path)
-            state = self._open[ref.name] = _OpenShard(shard, number)
+            with self._lock:
+                if self._closed:  # while the header was read
+                    shard.close()
+                    return
+                state = self._open[ref.name] = _OpenShard(shard, number)
             self._opened = number
             for tensor in shard.tensors:
                 self.numels[tensor.name] = tensor.numel
@@ -146,9 +153,7 @@ class Pipeline:
             self._exact += sum(counts.values())
             self._estimated += matrices.estimate(counts, self._context)
             total, exact = self.total()
-            self.emit(
-                ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact)
-            )
+            self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
             for tensor in shard.tensors:
                 if matrices.may_be_tied(tensor.name):
                     state.kept = True
@@ -193,7 +198,9 @@ class Pipeline:
             item.M, item.N, solver=self.options.solver, precision=self.options.precision
         )
         if needs > self.engine.budget and self.options.max_memory is not None:
-            return Task(key, _fail(f"needs {needs / 1e6:.0f} MB, and --max-memory is {self.engine.budget / 1e6:.0f} MB"))
+            return Task(
+                key, _fail(f"needs {needs / 1e6:.0f} MB, and --max-memory is {self.engine.budget / 1e6:.0f} MB")
+            )
         return Task(key, lambda device: self._analyse(item, shard, device), needs)
 
     def _analyse(self, matrix: MatrixRef, shard: Shard, device: str) -> tuple[Spectrum, dict[str, Any]]:

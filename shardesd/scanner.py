@@ -102,9 +102,7 @@ class _Scan:
         self._store: ModelStore | MemoryStore = (
             MemoryStore(source.model_id, source.revision, show_skipped=show_skipped)
             if output is None
-            else ModelStore(
-                output.out, source.model_id, source.revision, output.format, show_skipped=show_skipped
-            )
+            else ModelStore(output.out, source.model_id, source.revision, output.format, show_skipped=show_skipped)
         )
         self._skipped: dict[str, Row] = {}
         self._files: tuple[Path, ...] = ()
@@ -115,7 +113,9 @@ class _Scan:
         """Runs the scan. Rows of an earlier run come first."""
         devices = discover(self._options.device)
         with self._store:
-            begun = self._store.begin(self._fingerprint(), overwrite=self._output is not None and self._output.overwrite)
+            begun = self._store.begin(
+                self._fingerprint(), overwrite=self._output is not None and self._output.overwrite
+            )
             counts = Counter[str]()
             for row in begun.rows:
                 if row.status == "skipped":

@@ -16,9 +16,11 @@ import hashlib
 import json
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -49,17 +51,17 @@ class Fault:
     """Wait for it before the answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Request:
-    """One line of the log."""
+    """One line of the log, written when a request comes; `status` and `sent` follow as it is answered."""
 
     time: float
     method: str
     path: str
     range: str | None
     token: str | None
-    status: int
-    sent: int
+    status: int | None = None
+    sent: int = 0
     """Bytes of the body."""
 
 
@@ -76,18 +78,19 @@ class Repo:
 class HubServer:
     """The server; a context manager. `tokens` are the ones it knows; others are refused."""
 
-    def __init__(
-        self, *, tokens: set[str] | None = None, redirect: str | None = None, error_codes: bool = True
-    ) -> None:
+    def __init__(self, *, tokens: set[str] | None = None, redirect: bool = False, error_codes: bool = True) -> None:
         self.repos: dict[str, Repo] = {}
         self.tokens = tokens or set()
         self.redirect = redirect
-        """None, "same" or "other": whether LFS files are redirected, to the same or to another origin."""
+        """Whether LFS files are redirected to another origin, as the Hub does."""
+        self.renamed: dict[str, str] = {}
+        """Old → new id of a repo; requests for the old one are redirected."""
         self.error_codes = error_codes
         """False: refusals come as a bare status, as mirrors and proxies send them."""
         self.log: list[Request] = []
         self._faults: list[tuple[str, str, list[Fault], bool]] = []
         self._lock = threading.Lock()
+        self._connections: set[socket.socket] = set()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._http.daemon_threads = True
         self.port = self._http.server_port
@@ -101,6 +104,9 @@ class HubServer:
     def __exit__(self, *error: object) -> None:
         self._http.shutdown()
         self._http.server_close()
+        for connection in list(self._connections):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def add(
         self,
@@ -144,7 +150,7 @@ class HubServer:
 
     def requests(self, method: str = "*", pattern: str = "*") -> list[Request]:
         with self._lock:
-            log = sorted(self.log, key=lambda request: request.time)
+            log = list(self.log)
         return [r for r in log if fnmatch(r.method, method) and fnmatch(r.path, pattern)]
 
     def env(self, cache_home: Path, token: str | None = None, **more: str) -> dict[str, str]:
@@ -181,6 +187,15 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
 
+        def setup(self) -> None:
+            super().setup()
+            hub._connections.add(self.connection)
+
+        def finish(self) -> None:
+            hub._connections.discard(self.connection)
+            with suppress(OSError):
+                super().finish()
+
         def log_message(self, *args: Any) -> None:
             pass
 
@@ -191,8 +206,15 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self._serve()
 
         def _serve(self) -> None:
-            self._began = time.time()
             self._path = urlsplit(self.path).path
+            self._entry = Request(
+                time=time.time(),
+                method=self.command,
+                path=self._path,
+                range=self.headers.get("Range"),
+                token=self._token(),
+            )
+            hub._note(self._entry)
             self._fault = hub._fault(self.command, self._path)
             if self._fault.hold is not None:
                 self._fault.hold.wait(30)
@@ -206,6 +228,9 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
 
         def _route(self) -> None:
+            for old, new in hub.renamed.items():
+                if self._path.startswith((f"/{old}/", f"/api/models/{old}")):
+                    return self._answer(307, b"", {"Location": self.path.replace(old, new, 1)})
             if match := re.fullmatch(r"/cdn/([0-9a-f]{64})", self._path):
                 return self._cdn(match[1])
             if match := re.fullmatch(r"/api/models/(.+?)(?:/(revision|tree)/([^/]+))?", self._path):
@@ -215,7 +240,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             return self._refuse(404)
 
         def _token(self) -> str | None:
-            return (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
+            scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+            return token if scheme == "Bearer" else None
 
         def _repo(self, repo_id: str, *, contents: bool) -> Repo | None:
             """The repo, where the request may have it; else it has been refused."""
@@ -238,7 +264,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             repo = self._repo(repo_id, contents=False)
             found = repo and self._files(repo, revision)
             if not found:
-                return
+                return None
             commit, files = found
             entries = []
             for name, data in sorted(files.items()):
@@ -257,7 +283,7 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             repo = self._repo(repo_id, contents=True)
             found = repo and self._files(repo, revision)
             if not found:
-                return
+                return None
             commit, files = found
             about = {"X-Repo-Commit": commit}
             data = files.get(name)
@@ -266,9 +292,8 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             lfs = name.endswith(_LFS)
             etag = _sha256(data) if lfs else _oid(data)
             if lfs and hub.redirect:
-                host = "127.0.0.1" if hub.redirect == "same" else "localhost"
                 about |= {"X-Linked-Etag": f'"{etag}"', "X-Linked-Size": str(len(data))}
-                about["Location"] = f"http://{host}:{hub.port}/cdn/{etag}?Signature=secret"
+                about["Location"] = f"http://localhost:{hub.port}/cdn/{etag}?Signature=secret"
                 return self._answer(302, b"", about)
             return self._body(data, etag, about)
 
@@ -298,36 +323,24 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             self._answer(status, b"", {key: word for key, word in words.items() if word} | dict(headers or {}))
 
         def _answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-            sent = 0
-            try:
-                self.send_response(status)
-                for key, value in headers.items():
-                    self.send_header(key, value)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                if self.command == "GET":
-                    step = max(1, len(body) // 10) if self._fault.drip else max(1, len(body))
-                    end = len(body) if self._fault.cut is None else min(self._fault.cut, len(body))
-                    while sent < end:
-                        piece = body[sent : min(sent + step, end)]
-                        self.wfile.write(piece)
-                        sent += len(piece)
-                        if self._fault.drip:
-                            _sleep(self._fault.drip)
-                    if end < len(body):
-                        self.close_connection = True
-            finally:
-                hub._note(
-                    Request(
-                        time=self._began,
-                        method=self.command,
-                        path=self._path,
-                        range=self.headers.get("Range"),
-                        token=self._token(),
-                        status=status,
-                        sent=sent,
-                    )
-                )
+            self._entry.status = status
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            step = max(1, len(body) // 10) if self._fault.drip else max(1, len(body))
+            end = len(body) if self._fault.cut is None else min(self._fault.cut, len(body))
+            while self._entry.sent < end:
+                piece = body[self._entry.sent : min(self._entry.sent + step, end)]
+                self.wfile.write(piece)
+                self._entry.sent += len(piece)
+                if self._fault.drip:
+                    _sleep(self._fault.drip)
+            if end < len(body):
+                self.close_connection = True
 
     return Handler
 
@@ -337,9 +350,7 @@ def use_hub(monkeypatch: Any, hub: HubServer, cache: Path) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(
-        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(cache / "no-token"))
@@ -348,14 +359,22 @@ def use_hub(monkeypatch: Any, hub: HubServer, cache: Path) -> None:
 
 
 def short_waits(monkeypatch: Any, longest: float = 0.01) -> list[float]:
-    """Cut every `time.sleep` of this process short, the client's too; returns the list of what was asked for."""
+    """Cut every `time.sleep` of this process short, the client's too, and let `time.monotonic` go on by what was cut.
+
+    Returns the list of the waits that were asked for.
+    """
     asked: list[float] = []
+    cut = 0.0
+    monotonic = time.monotonic
 
     def sleep(seconds: float) -> None:
+        nonlocal cut
         asked.append(seconds)
+        cut += max(0.0, seconds - longest)
         _sleep(min(seconds, longest))
 
     monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + cut)
     return asked
 
 

@@ -53,10 +53,7 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_room_knows_only_the_rooms_before_it(path: Path) -> None:
     room = room_of(path)
-    if room in WORDS:
-        allowed = set(WORDS)
-    else:
-        allowed = {*WORDS, *ROOMS[room], room}
+    allowed = set(WORDS) if room in WORDS else {*WORDS, *ROOMS[room], room}
     for name in imports(path):
         if name.startswith("shardesd."):
             assert name.split(".")[1] in allowed, f"{path.relative_to(PACKAGE)} imports {name}"

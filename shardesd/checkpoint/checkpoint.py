@@ -16,9 +16,9 @@ import numpy as np
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.checkpoint.header import DTYPE_BITS, Header, read_header
 from shardesd.checkpoint.index import Index
-from shardesd.checkpoint.layout import find_layout, left_out
+from shardesd.checkpoint.layout import SUFFIX, find_layout, left_out
 from shardesd.checkpoint.reader import Reader, unreadable
-from shardesd.errors import CheckpointError, ShardChanged
+from shardesd.errors import CheckpointError, NoWeights, ShardChanged
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
@@ -186,7 +186,12 @@ def open_checkpoint(source: Source, *, io: str = "auto") -> StoredCheckpoint:
     """
     files = source.files()
     by_name = {file.name: file for file in files}
-    layout = find_layout(files, source.location)
+    try:
+        layout = find_layout(files, source.location, source.file)
+    except NoWeights:
+        if source.partial:  # the list is of the cache alone: what is missing there may well exist
+            source.path(f"model{SUFFIX}")
+        raise
     shards = list(layout.shards)
     index = None
     if layout.index:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath, PurePosixPath
+from pathlib import PurePosixPath
 
 from shardesd.errors import MalformedIndex, NoWeights
 from shardesd.records import ShardRef
@@ -35,14 +35,14 @@ class Layout:
     """What decided, for the notes on what is left out."""
 
 
-def find_layout(files: Sequence[ShardRef], place: str) -> Layout:
-    """The layout of `files`; `place` is where they lie (a source's location), or the one file that was named itself.
+def find_layout(files: Sequence[ShardRef], place: str, named: str | None = None) -> Layout:
+    """The layout of `files`; `place` is where they lie (a source's location), `named` the file that was named itself.
 
     Raises `NoWeights` (saying what is there instead) or `MalformedIndex` (a numbered set with gaps, several sets).
     """
-    named = [file for file in files if file.name.endswith(SUFFIX) and PurePath(place).name == file.name]
-    if named:
-        return Layout(index=None, shards=(named[0],), why=f"{named[0].name} was named")
+    if named is not None and named.endswith(SUFFIX):
+        shards = tuple(file for file in files if file.name == named)
+        return Layout(index=None, shards=shards, why=f"{named} was named")
     top = {file.name: file for file in files if "/" not in file.name and not is_adapter(file.name)}
     indices = [name for name in top if name.endswith(INDEX_SUFFIX)]
     if indices:

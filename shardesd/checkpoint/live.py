@@ -80,9 +80,10 @@ def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | N
 class LiveSource:
     """The `source.Source` of what is no file."""
 
-    revision = None
-    commit = None
+    revision: str | None = None
+    commit: str | None = None
     partial = False
+    file: str | None = None
 
     def __init__(self, model_id: str, nbytes: int) -> None:
         self.model_id = model_id

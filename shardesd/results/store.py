@@ -156,16 +156,21 @@ class ModelStore:
         Of an unfinished scan that has been closed: the rows so far, without spectra, and the journal as its file.
         """
         if self._rows is None:
-            rows, spectra_path, files = self._unfinished, None, (self.journal_path,)
-        else:
-            rows, spectra_path, files = tuple(self._rows), self.spectra_path, (*self._own_files(), self.summary_path)
+            return make_result(
+                self.model_id,
+                self.revision,
+                self._unfinished,
+                show_skipped=self.show_skipped,
+                spectra={},
+                files=(self.journal_path,),
+            )
         return make_result(
             self.model_id,
             self.revision,
-            rows,
+            self._rows,
             show_skipped=self.show_skipped,
-            spectra=StoredSpectra(spectra_path) if spectra_path and spectra_path.exists() else {},
-            files=files,
+            spectra=StoredSpectra(self.spectra_path) if self.spectra_path.exists() else {},
+            files=(*self._own_files(), self.summary_path),
         )
 
     def close(self) -> None:

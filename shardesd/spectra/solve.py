@@ -57,9 +57,7 @@ def compute(
         raise MatrixError("all zeros: every λ is 0")
     if not np.isfinite(eigs_K[-1]):
         raise MatrixError("the largest λ is beyond float64")
-    return Spectrum(
-        eigs=eigs_K, solver=used, precision=width, device=device, seconds=time.perf_counter() - started
-    )
+    return Spectrum(eigs=eigs_K, solver=used, precision=width, device=device, seconds=time.perf_counter() - started)
 
 
 def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto") -> int:
@@ -107,7 +105,7 @@ def _one(
         return np.zeros(min(matrix.shape)), "gram"
     try:
         eigs = torch.linalg.eigvalsh(gram).to("cpu", torch.float64).numpy()
-    except torch.linalg.LinAlgError:
+    except _no_convergence():
         if solver == "gram":
             raise MatrixError("the eigenvalues of the Gram matrix did not converge (try --solver svd)") from None
         return _svd(matrix, "float64", "cpu"), "svd"
@@ -153,12 +151,25 @@ def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
     W_MN = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
     np.ldexp(W_MN, -exponent, out=W_MN)
     try:
-        sigma = torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision))).to("cpu", torch.float64).flip(0).numpy()
-    except torch.linalg.LinAlgError:
+        sigma = (
+            torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
+            .to("cpu", torch.float64)
+            .flip(0)
+            .numpy()
+        )
+    except _no_convergence():
         raise MatrixError("its singular values did not converge") from None
     return _scaled(sigma * sigma, 2 * exponent)
 
 
+def _no_convergence() -> type[Exception]:
+    import torch
+
+    error: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
+    return error
+
+
 def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
-        return np.ldexp(eigs, exponent)
+        scaled: np.ndarray = np.ldexp(eigs, exponent)
+    return scaled

@@ -21,6 +21,7 @@ class FolderSource:
 
     revision = None
     partial = False
+    file: str | None = None
 
     def __init__(self, folder: Path, *, remote: tuple[str, ...] = (), commit: str | None = None) -> None:
         self.model_id = folder.name

@@ -153,4 +153,6 @@ def test_json_lines_are_the_rows(folder: Path, tmp_path: Path) -> None:
     result = process("scan", folder, "--out", tmp_path / "results", "--json", "--include", "*layers.3.*")
     assert result.returncode == 0
     rows = pl.read_ndjson(result.stdout.encode())
-    assert rows["longname"].to_list() == pl.read_csv(tmp_path / "results" / "models" / "model.csv")["longname"].to_list()
+    assert (
+        rows["longname"].to_list() == pl.read_csv(tmp_path / "results" / "models" / "model.csv")["longname"].to_list()
+    )

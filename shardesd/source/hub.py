@@ -1,0 +1,272 @@
+"""A model on the Hugging Face Hub: one request for the listing, then files by commit, out of the cache where it can."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardesd.errors import NoSpace, NotFound, Offline, SourceError
+from shardesd.records import ShardRef
+from shardesd.source.address import HubAddress
+from shardesd.source.base import Progress, belonging, checked_name, file_id
+from shardesd.source.faults import cache_folder, endpoint, fault_of, source_error
+from shardesd.source.local import LocalSource
+from shardesd.source.patience import Meter, hushed, patiently
+
+_log = logging.getLogger(__name__)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_BRANCH = "main"
+_REQUEST_SECONDS = 15.0
+
+
+def open_hub(address: HubAddress) -> HubSource:
+    """The source at a place on the Hub, its revision resolved to a commit.
+
+    One request gives the commit and the listing. Where the network is switched off (``HF_HUB_OFFLINE``) or can't be
+    reached, both come from the Hub cache. Raises `SourceError`'s kinds.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        cached = _from_cache(address)
+        if cached is None:
+            raise Offline(
+                f"{_named(address)} is not in the Hub cache '{cache_folder()}' and HF_HUB_OFFLINE is set; "
+                "unset it, or point HF_HOME at the cache that holds it"
+            )
+        return cached
+    try:
+        with hushed():
+            info = patiently(
+                lambda: HfApi().model_info(
+                    # The branch is named, since some mirrors refuse a request without one.
+                    address.repo_id,
+                    revision=address.revision or _BRANCH,
+                    files_metadata=True,
+                    timeout=_REQUEST_SECONDS,
+                )
+            )
+        commit = str(info.sha)
+        files = [_ref(sibling) for sibling in info.siblings or ()]
+    except Exception as error:
+        fault = fault_of(error)
+        if fault.kind == "connect" and (cached := _from_cache(address)) is not None:
+            _log.warning("%s can't be reached; using commit %s of the Hub cache.", endpoint(), cached.commit)
+            return cached
+        raise source_error(fault, repo_id=address.repo_id, revision=address.revision) from error
+    if not _COMMIT.fullmatch(commit):
+        raise SourceError(f"{endpoint()} names no commit for {_named(address)}; check that HF_ENDPOINT is a Hub")
+    return HubSource(address, commit, files)
+
+
+class HubSource:
+    """The files of one commit of a model on the Hub. Made by `open_hub`."""
+
+    def __init__(self, address: HubAddress, commit: str, files: list[ShardRef], *, partial: bool = False) -> None:
+        self._repo_id = address.repo_id
+        self.revision = address.revision
+        self.commit: str | None = commit
+        self._commit = commit
+        self.partial = partial
+        names = {ref.name for ref in files}
+        folder = address.path
+        file: str | None = None
+        if folder in names:
+            folder, _, file = folder.rpartition("/")
+        self.file = file
+        self._prefix = f"{folder}/" if folder else ""
+        here = {
+            ref.name.removeprefix(self._prefix): ref
+            for ref in sorted(files, key=lambda ref: ref.name)
+            if ref.name.startswith(self._prefix)
+        }
+        if folder and not here and partial:
+            raise self._not_cached(folder)
+        if folder and not here:
+            raise NotFound(f"'{address.repo_id}' has no file or folder '{folder}' at commit {commit}")
+        kept = here.keys() if file is None else belonging(file, here)
+        self._refs = {
+            name: ShardRef(name=name, size=ref.size, sha256=ref.sha256) for name, ref in here.items() if name in kept
+        }
+        folder_id = "/".join(filter(None, (self._repo_id, folder)))
+        self.model_id = folder_id if file is None else file_id(file, folder_id)
+        self.location = f"hf://{self._repo_id}@{commit}" + (f"/{address.path}" if address.path else "")
+
+    def files(self) -> tuple[ShardRef, ...]:
+        """Every file of the place; only those that are cached where `partial`."""
+        return tuple(self._refs.values())
+
+    def local(self, name: str) -> Path | None:
+        """The file in the Hub cache, or None."""
+        from huggingface_hub import try_to_load_from_cache
+
+        try:
+            full = self._full(name)
+        except SourceError:
+            return None
+        path = try_to_load_from_cache(self._repo_id, full, revision=self._commit)
+        return Path(path) if isinstance(path, str) else None
+
+    def path(self, name: str, progress: Progress | None = None) -> Path:
+        """The file in the Hub cache, downloaded if need be.
+
+        Raises `NotFound`, `AccessDenied`, `Offline`, `NoSpace`, or `SourceError` where the Hub keeps failing.
+        """
+        full = self._full(name)
+        path = self.local(name)
+        if path is None:
+            if self.partial:
+                raise self._not_cached(full)
+            if name not in self._refs:
+                raise NotFound(f"there is no file '{full}' in '{self._repo_id}' at commit {self._commit}")
+            path = self._download(full, self._refs[name], progress)
+        self._remember_revision()
+        return path
+
+    def _not_cached(self, full: str) -> Offline:
+        return Offline(
+            f"'{full}' of '{self._repo_id}' is not in the Hub cache '{cache_folder()}' and the network is off; "
+            "scan again when it is on"
+        )
+
+    def _full(self, name: str) -> str:
+        return self._prefix + str(checked_name(name, f"'{self._repo_id}'"))
+
+    def _download(self, full: str, ref: ShardRef, progress: Progress | None) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        self._check_space(full, ref)
+        meter = Meter(ref.size, progress)
+        meter.at(0)
+        try:
+            with hushed(), _bars(meter) as options:
+                path = Path(
+                    patiently(lambda: hf_hub_download(self._repo_id, full, revision=self._commit, **options), meter)
+                )
+        except Exception as error:
+            fault = fault_of(error)
+            if fault.kind == "space":
+                raise self._no_space(full, ref.size) from error
+            raise source_error(fault, repo_id=self._repo_id, revision=self.revision, file=full) from error
+        if meter.done != meter.total and progress is not None:
+            size = path.stat().st_size
+            progress(size, size)
+        return path
+
+    def _check_space(self, full: str, ref: ShardRef) -> None:
+        """Raise `NoSpace` before a download that can't fit. Another commit's copy of the same blob needs no room."""
+        folder = _repo_folder(self._repo_id)
+        if ref.size is None or (ref.sha256 and (folder / "blobs" / ref.sha256).exists()):
+            return
+        free = _free_bytes(folder)
+        if free is not None and free < ref.size:
+            raise self._no_space(full, ref.size)
+
+    def _no_space(self, full: str, size: int | None) -> NoSpace:
+        free = _free_bytes(_repo_folder(self._repo_id))
+        return NoSpace(
+            f"no space for '{full}' of '{self._repo_id}' in the Hub cache '{cache_folder()}': it needs {_sized(size)} "
+            f"and {_sized(free)} is free; free some, or set HF_HOME to a folder on a larger disk"
+        )
+
+    def _remember_revision(self) -> None:
+        """Note the commit in the cache's refs, as huggingface_hub does, so that the revision resolves offline."""
+        revision = self.revision or _BRANCH
+        folder = _repo_folder(self._repo_id)
+        ref = folder / "refs" / revision
+        if revision == self._commit or self.partial or not (folder / "snapshots" / self._commit).is_dir():
+            return
+        try:
+            if ref.is_file() and ref.read_text() == self._commit:
+                return
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            fresh = ref.with_name(f"{ref.name}.{uuid.uuid4().hex[:8]}.tmp")
+            fresh.write_text(self._commit)
+            os.replace(fresh, ref)
+        except OSError:
+            return  # a cache that can only be read is used all the same
+
+
+def _from_cache(address: HubAddress) -> HubSource | None:
+    """What the Hub cache holds of a place, or None where it doesn't know the revision."""
+    folder = _repo_folder(address.repo_id)
+    commit = address.revision or _BRANCH
+    if not _COMMIT.fullmatch(commit):
+        try:
+            commit = (folder / "refs" / commit).read_text().strip()
+        except OSError:
+            return None
+    snapshot = folder / "snapshots" / commit
+    if not _COMMIT.fullmatch(commit) or not snapshot.is_dir():
+        return None
+    return HubSource(address, commit, list(LocalSource(snapshot).files()), partial=True)
+
+
+def _repo_folder(repo_id: str) -> Path:
+    return Path(cache_folder()) / f"models--{repo_id.replace('/', '--')}"
+
+
+def _free_bytes(folder: Path) -> int | None:
+    """What is free where `folder` is or will be; None where that can't be told."""
+    place = next((place for place in (folder, *folder.parents) if place.is_dir()), folder)
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
+
+
+def _sized(count: int | None) -> str:
+    return "an unknown size" if count is None else f"{count / 1e6:,.1f} MB"
+
+
+def _ref(sibling: Any) -> ShardRef:
+    return ShardRef(name=sibling.rfilename, size=sibling.size, sha256=sibling.lfs.sha256 if sibling.lfs else None)
+
+
+def _named(address: HubAddress) -> str:
+    return f"'{address.repo_id}'" + (f" (revision '{address.revision}')" if address.revision else "")
+
+
+@contextmanager
+def _bars(meter: Meter) -> Iterator[dict[str, Any]]:
+    """Options for `hf_hub_download` that send its progress to `meter` and draw nothing."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
+
+    if "tqdm_class" not in inspect.signature(hf_hub_download).parameters:
+        # Version 1.0 takes no class: its bars can only be switched off, and nothing is heard until the end.
+        if are_progress_bars_disabled():
+            yield {}
+            return
+        disable_progress_bars()
+        try:
+            yield {}
+        finally:
+            enable_progress_bars()
+        return
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["disable"] = True
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+            meter.total = meter.total or kwargs.get("total")
+            meter.at(int(kwargs.get("initial") or 0))
+
+        def update(self, n: float | None = 1) -> None:
+            meter.advance(int(n or 0))
+
+        def update_transfer(self, n: float) -> None:
+            """Bytes on the wire, which Xet counts apart from the file's."""
+
+        def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
+            """The wire's speed; nothing is drawn."""
+
+    yield {"tqdm_class": Bar}
