@@ -1,6 +1,6 @@
 """Writes checkpoints of a wanted shape, one tensor at a time, so that making one needs no more memory than reading one.
 
-    python benchmarks/checkpoints.py llama OUT --hidden 2048 --mlp 5632 --layers 6
+python benchmarks/checkpoints.py llama OUT --hidden 2048 --mlp 5632 --layers 6
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def to_bf16(W: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def write(folder: Path, tensors: list[tuple[str, tuple[int, ...]]], *, shard_bytes: int, config: dict[str, object]) -> int:
+def write(
+    folder: Path, tensors: list[tuple[str, tuple[int, ...]]], *, shard_bytes: int, config: dict[str, object]
+) -> int:
     """Writes shards with an index, in bfloat16; returns the bytes of all shards."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[]]
