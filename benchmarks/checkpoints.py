@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 
-def llama_shapes(hidden: int, mlp: int, layers: int, vocab: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama checkpoint; `vocab` 0 leaves embedding and head out."""
+def llama_shapes(hidden: int, mlp: int, layers: int, vocab: int, head: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama checkpoint; `vocab` 0 leaves the embedding out, and `head` needs one."""
     if vocab:
         yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(layers):
@@ -28,7 +28,7 @@ def llama_shapes(hidden: int, mlp: int, layers: int, vocab: int) -> Iterator[tup
         yield f"{layer}.input_layernorm.weight", (hidden,)
         yield f"{layer}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
-    if vocab:
+    if vocab and head:
         yield "lm_head.weight", (vocab, hidden)
 
 
@@ -84,10 +84,20 @@ def write(
     return total
 
 
-def llama(folder: Path, *, hidden: int, mlp: int, layers: int, vocab: int = 0, shard_bytes: int = 500_000_000) -> int:
+def llama(
+    folder: Path,
+    *,
+    hidden: int,
+    mlp: int,
+    layers: int,
+    vocab: int = 0,
+    head: bool = True,
+    shard_bytes: int = 500_000_000,
+) -> int:
     """A Llama-shaped checkpoint; returns its bytes."""
     config: dict[str, object] = {"model_type": "llama", "hidden_size": hidden, "num_hidden_layers": layers}
-    return write(folder, list(llama_shapes(hidden, mlp, layers, vocab)), shard_bytes=shard_bytes, config=config)
+    shapes = list(llama_shapes(hidden, mlp, layers, vocab, head))
+    return write(folder, shapes, shard_bytes=shard_bytes, config=config)
 
 
 if __name__ == "__main__":

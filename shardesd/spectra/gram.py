@@ -13,28 +13,25 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardesd.records import Matrix
+from shardesd.spectra.blas import syrk
 
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 32_000_000
+BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
 
 
 def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndarray:
-    """G of (n, n), symmetric, of the matrix times 2**-exponent. numpy's ``X.T @ X`` is BLAS syrk: half the flops."""
-    gram: np.ndarray | None = None
-    product: np.ndarray | None = None
+    """The lower triangle of G, (n, n), of the matrix times 2**-exponent. What lies above it is undefined."""
+    n = min(matrix.shape)
+    gram = np.empty((n, n), dtype)
+    beta = 0.0
     for axis, block in _blocks(matrix, dtype):
         if exponent:
             np.ldexp(block, -exponent, out=block)
-        left = block.T if axis == 0 else block
-        if gram is None:
-            gram = left @ left.T
-        else:
-            product = np.matmul(left, left.T, out=product)
-            gram += product
-    assert gram is not None
+        syrk(block.T if axis == 0 else block, gram, beta)
+        beta = 1.0
     return gram
 
 
@@ -47,7 +44,7 @@ def gram_cuda(matrix: Matrix, dtype: torch.dtype, device: str, exponent: int = 0
         W_MN = W_MN.mT
     n = W_MN.shape[1]
     gram = torch.zeros((n, n), dtype=dtype, device=device)
-    for start, stop in _spans(W_MN.shape[0], n * gram.element_size(), 16 * BLOCK_BYTES):
+    for start, stop in _spans(W_MN.shape[0], n * gram.element_size(), 32 * BLOCK_BYTES):
         block = W_MN[start:stop].to(dtype)
         if exponent:  # in two factors: one alone may be beyond float64
             half = exponent // 2

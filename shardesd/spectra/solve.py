@@ -66,8 +66,8 @@ def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto")
     n = min(M, N)
     if solver == "svd":
         return 3 * M * N * width
-    # A block and its float32 stage; the Gram; the product that is added to it, later LAPACK's copy of it.
-    return 2 * min(BLOCK_BYTES, M * N * width) + 3 * n * n * width
+    # A block and its float32 stage or its transpose; the Gram, and LAPACK's copy of it.
+    return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * width
 
 
 def prepare_worker(threads: int) -> None:
