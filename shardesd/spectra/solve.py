@@ -79,7 +79,8 @@ def prepare_worker(threads: int) -> None:
 
 @contextmanager
 def blas_threads(threads: int) -> Iterator[None]:
-    """While it is entered, numpy's BLAS uses `threads` threads a call (a process-wide setting)."""
+    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting)."""
+    from scipy.linalg import cython_blas  # noqa: F401 (only what is loaded already can be limited)
     from threadpoolctl import threadpool_limits
 
     with threadpool_limits(threads, user_api="blas"):
