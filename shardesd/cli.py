@@ -95,6 +95,9 @@ Embeddings = Annotated[bool, typer.Option("--embeddings", help="Analyse token an
 MaxMemory = Annotated[
     str, typer.Option("--max-memory", metavar="SIZE", help="Of weights and work arrays together: 2GB, 512MiB, auto.")
 ]
+GpuFraction = Annotated[
+    float, typer.Option("--gpu-memory-fraction", metavar="X", help="Of a GPU's free memory, how much may be taken.")
+]
 Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
 ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
@@ -121,6 +124,7 @@ def scan(
     exclude: Exclude = None,
     embeddings: Embeddings = _SCAN.embeddings,
     max_memory: MaxMemory = "auto",
+    gpu_memory_fraction: GpuFraction = _SCAN.gpu_memory_fraction,
     io: Io = _SCAN.io,
     overwrite: Overwrite = _OUTPUT.overwrite,
     show_skipped: ShowSkipped = _OUTPUT.show_skipped,
@@ -143,6 +147,7 @@ def scan(
             embeddings=embeddings,
             device=device,
             max_memory=parse_size(max_memory),
+            gpu_memory_fraction=gpu_memory_fraction,
             io=io,
         )
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)

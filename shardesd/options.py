@@ -46,6 +46,8 @@ class ScanOptions:
     """``auto``, ``cpu``, ``cuda``, or a list such as ``cuda:0,cuda:2``."""
     max_memory: int | None = None
     """Bytes that weights and work arrays may take together; None: chosen from what is free."""
+    gpu_memory_fraction: float = 0.8
+    """Of a GPU's memory that is free when a scan begins, how much it may take: others may use the card too."""
     io: str = "auto"
     """How local bytes are read: ``mmap``, ``pread``, or ``auto`` (mmap, and pread on network filesystems)."""
 
@@ -61,6 +63,8 @@ class ScanOptions:
         _at_least("evals-thresh", self.evals_thresh, 0)
         _at_least("bins", self.bins, 1)
         _at_least("max-aspect", self.max_aspect, 0)
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise OptionError(f"--gpu-memory-fraction {self.gpu_memory_fraction} is invalid (expected above 0, to 1)")
         if self.max_memory is not None:
             _at_least("max-memory", self.max_memory, 1)
         for name in ("include", "exclude"):
@@ -70,7 +74,7 @@ class ScanOptions:
     def numbers(self) -> dict[str, Any]:
         """The options that change a table's numbers or rows: what a finished result is compared by."""
         kept = asdict(self)
-        for name in ("device", "max_memory", "io"):
+        for name in ("device", "max_memory", "gpu_memory_fraction", "io"):
             del kept[name]
         return kept
 

@@ -6,19 +6,24 @@ Held apart from `scan`, which opens the place and keeps the results.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardesd import matrices, metrics, spectra
-from shardesd.checkpoint import Checkpoint, Shard, StoredMatrix
-from shardesd.engine import Engine, Outcome, Task
+from shardesd.checkpoint import Checkpoint, Shard, ShardMatrix, StoredMatrix, element_word
+from shardesd.engine import Engine, Outcome, State, Task
 from shardesd.errors import CheckpointError, MatrixError, SourceError
 from shardesd.options import ScanOptions
 from shardesd.records import (
+    DeviceReport,
+    EngineReport,
     Event,
+    Matrix,
     MatrixRef,
     MatrixStarted,
     Row,
@@ -31,6 +36,7 @@ from shardesd.records import (
 )
 from shardesd.source import Fetcher
 
+_Work = tuple[Spectrum, dict[str, Any]]
 _COMPARED_BYTES = 16_000_000  # read at a time from each of two tensors that may be tied
 
 
@@ -121,7 +127,9 @@ class Pipeline:
         with Fetcher(self.checkpoint.source, shards, self.emit) as fetcher:
             outcomes = self.engine.map(
                 self._tasks(fetcher),
+                run_many=self._analyse_many,
                 on_start=lambda key, device: self.emit(MatrixStarted(longname=key.item.longname, device=device)),
+                on_state=self._report,
                 stop=self.stop,
             )
             try:
@@ -137,7 +145,7 @@ class Pipeline:
                     for state in self._open.values():
                         state.shard.close()
 
-    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
+    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, _Work]]:
         last: list[tuple[TensorRef, Shard]] = []
         for number, (ref, path) in enumerate(fetcher, start=1):
             shard = self.checkpoint.open(ref, path)
@@ -179,7 +187,7 @@ class Pipeline:
             return [matrices.tied(tensor, self.checkpoint.ties[tensor.name])]
         return matrices.plan(tensor, self._context)
 
-    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[_Key, tuple[Spectrum, dict[str, Any]]]]:
+    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[_Key, _Work]]:
         for item in self._plan(tensor):
             if item.longname in self.done:
                 continue
@@ -190,35 +198,90 @@ class Pipeline:
                 self._open[shard.ref.name].left += 1
             yield self._task(item, shard)
 
-    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[_Key, tuple[Spectrum, dict[str, Any]]]:
+    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[_Key, _Work]:
         key = _Key(item, shard.ref.name)
         if isinstance(item, Skip):
-            return Task(key, _fail(item.reason))
-        needs = item.tensor.nbytes + spectra.work_bytes(
-            item.M, item.N, solver=self.options.solver, precision=self.options.precision
+            return Task(key=key, run=_fail(item.reason))
+        options, M, N = self.options, item.M, item.N
+        work = spectra.work_bytes(M, N, solver=options.solver, precision=options.precision)
+        host = work + (0 if self._by_blocks(item, shard) else item.tensor.nbytes)
+        if host > self.engine.budget and options.max_memory is not None:
+            limit = f"--max-memory is {self.engine.budget / 1e6:.0f} MB"
+            return Task(key=key, run=_fail(f"needs {host / 1e6:.0f} MB, and {limit}"))
+        n = min(M, N)
+        flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
+        return Task(
+            key=key,
+            run=lambda device: self._analyse(item, shard, device),
+            host_bytes=host,
+            device_bytes=spectra.device_bytes(M, N, 4, solver=options.solver),
+            cost=flops,
+            # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
+            deadline=120 + flops / 1e9 + item.tensor.nbytes / 1e6,
+            group=n if item.slices == 1 and item.scale == 1 and options.solver != "svd" else None,
+            most=spectra.batch_size(n),
         )
-        if needs > self.engine.budget and self.options.max_memory is not None:
-            return Task(
-                key, _fail(f"needs {needs / 1e6:.0f} MB, and --max-memory is {self.engine.budget / 1e6:.0f} MB")
-            )
-        return Task(key, lambda device: self._analyse(item, shard, device), needs)
 
-    def _analyse(self, matrix: MatrixRef, shard: Shard, device: str) -> tuple[Spectrum, dict[str, Any]]:
+    def _by_blocks(self, item: MatrixRef, shard: Shard) -> bool:
+        """Whether it is read block by block, each byte once, or, where it is wide, only if it is too large to hold."""
+        plain = item.fold is None and item.pick is None and item.slices == 1
+        if not plain or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
+            return False
+        return item.M >= item.N or item.tensor.nbytes > self.engine.budget // 8
+
+    @contextmanager
+    def _matrices(self, item: MatrixRef, shard: Shard) -> Iterator[Sequence[Matrix]]:
+        if self._by_blocks(item, shard):
+            yield [ShardMatrix(shard, item.tensor)]
+        else:
+            with shard.read(item.tensor) as raw:
+                word = element_word(raw, item.tensor.dtype)
+                yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
+
+    def _analyse(self, item: MatrixRef, shard: Shard, device: str) -> _Work:
+        with self._matrices(item, shard) as parts:
+            spectrum = spectra.compute(parts, scale=item.scale, device=device, **self._how())
+        return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
+
+    def _analyse_many(self, tasks: Sequence[Task[_Key, _Work]], device: str) -> list[Outcome[_Key, _Work]]:
+        items = [task.key.item for task in tasks]
+        opened = [
+            partial(self._matrices, item, self._open[task.key.shard].shard)
+            for task, item in zip(tasks, items, strict=True)
+            if isinstance(item, MatrixRef)
+        ]
+        sizes = {min(item.M, item.N) for item in items if isinstance(item, MatrixRef)}
+        results = spectra.compute_many(opened, n=sizes.pop(), device=device, **self._how())
+        outcomes: list[Outcome[_Key, _Work]] = []
+        for task, item, result in zip(tasks, items, results, strict=True):
+            if isinstance(result, Exception) or isinstance(item, Skip):
+                error = result if isinstance(result, Exception) else None
+                outcomes.append(Outcome(key=task.key, error=error, device=device))
+            else:
+                values = metrics.measure(result.eigs, N=item.N, options=self.options)
+                work = result, values
+                outcomes.append(Outcome(key=task.key, value=work, device=device, seconds=result.seconds))
+        return outcomes
+
+    def _how(self) -> dict[str, Any]:
         options = self.options
-        with shard.read(matrix.tensor) as raw:
-            parts = [StoredMatrix(part, matrix.tensor.dtype) for part in matrices.slices(matrix, raw)]
-            spectrum = spectra.compute(
-                parts,
-                scale=matrix.scale,
-                solver=options.solver,
-                precision=options.precision,
-                device=device,
-                resolve=options.evals_thresh if options.filter_zeros else 0.0,
-            )
-            del parts, raw
-        return spectrum, metrics.measure(spectrum.eigs, N=matrix.N, options=options)
+        resolve = options.evals_thresh if options.filter_zeros else 0.0
+        return {"solver": options.solver, "precision": options.precision, "resolve": resolve}
 
-    def _analysed(self, outcome: Outcome[_Key, tuple[Spectrum, dict[str, Any]]]) -> Analysed:
+    def _report(self, state: State[_Key]) -> None:
+        devices = tuple(
+            DeviceReport(
+                name=device.name,
+                working=tuple(key.item.longname for key in device.working),
+                done=device.done,
+                memory=device.device_bytes,
+                retired=device.retired,
+            )
+            for device in state.devices
+        )
+        self.emit(EngineReport(devices=devices, ready=state.ready, bytes_in_flight=state.host_bytes))
+
+    def _analysed(self, outcome: Outcome[_Key, _Work]) -> Analysed:
         item = outcome.key.item
         row = self._row(item)
         if outcome.value is None:

@@ -109,8 +109,16 @@ class Matrix(Protocol):
         """Rows (axis 0) or columns (axis 1) `start`…`stop` as a fresh, contiguous array of float32 or float64."""
         ...
 
-    def tensor(self) -> torch.Tensor:
-        """All of it as stored (float64, float32, float16, bfloat16), sharing memory where that is possible."""
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        ...
+
+    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+        """Rows `start`…`stop` as stored (float64, float32, float16, bfloat16); valid until `buffer` is used again.
+
+        `buffer` (flat uint8) may be read into; where the elements are in memory already it is left alone.
+        """
         ...
 
 
@@ -249,6 +257,32 @@ class RowDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """One device at one moment."""
+
+    name: str
+    working: tuple[str, ...] = ()
+    """Longnames of what it works on."""
+    done: int = 0
+    """Matrices so far."""
+    memory: int = 0
+    """Bytes that this scan takes of it (a GPU)."""
+    retired: str = ""
+    """Why it is used no more; empty while it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What the engine does at one moment; comes several times a second."""
+
+    devices: tuple[DeviceReport, ...]
+    ready: int
+    """Matrices that wait for a device."""
+    bytes_in_flight: int
+    """Host memory of those in work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something that a user should know and that changes no number."""
 
@@ -267,4 +301,6 @@ class ScanFinished:
     interrupted: bool = False
 
 
-Event = ScanStarted | Fetching | ShardOpened | ShardDone | MatrixStarted | RowDone | Notice | ScanFinished
+Event = (
+    ScanStarted | Fetching | ShardOpened | ShardDone | MatrixStarted | RowDone | EngineReport | Notice | ScanFinished
+)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardesd import matrices, spectra
 from shardesd.checkpoint import Checkpoint, open_checkpoint, open_live
-from shardesd.engine import Engine, available_memory, discover, peak_memory
+from shardesd.engine import Engine, available_memory, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
@@ -111,7 +111,7 @@ class _Scan:
 
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
-        devices = discover(self._options.device)
+        devices = discover(self._options.device, self._options.gpu_memory_fraction)
         with self._store:
             begun = self._store.begin(
                 self._fingerprint(), overwrite=self._output is not None and self._output.overwrite
@@ -130,8 +130,10 @@ class _Scan:
             engine = Engine(
                 devices,
                 budget=self._options.max_memory or available_memory() // 2,
-                prepare=lambda device: spectra.prepare_worker(device.threads),
-                out_of_memory=spectra.is_out_of_memory,
+                fallback=cpu_device(),
+                prepare=lambda device: spectra.prepare_worker(device.name, device.threads),
+                classify=spectra.trouble,
+                notice=lambda text: self._emit(Notice(message=text)),
             )
             pipeline = Pipeline(
                 self._checkpoint,

@@ -3,8 +3,9 @@
 `open_checkpoint` for files, `open_live` for a module or a state dict; both give a `Checkpoint`.
 """
 
+from shardesd.checkpoint.blocks import ShardMatrix
 from shardesd.checkpoint.checkpoint import StoredCheckpoint, StoredShard, open_checkpoint, open_shard
-from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, is_integer, is_supported
+from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, element_word, is_integer, is_supported
 from shardesd.checkpoint.interface import Checkpoint, Shard
 from shardesd.checkpoint.layout import adapter_file
 from shardesd.checkpoint.live import LiveCheckpoint, open_live
@@ -14,10 +15,12 @@ __all__ = [
     "Checkpoint",
     "LiveCheckpoint",
     "Shard",
+    "ShardMatrix",
     "StoredCheckpoint",
     "StoredMatrix",
     "StoredShard",
     "adapter_file",
+    "element_word",
     "is_integer",
     "is_supported",
     "open_checkpoint",

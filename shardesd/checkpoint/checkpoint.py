@@ -43,13 +43,17 @@ class StoredShard:
         return self._reader.method
 
     @contextmanager
-    def read(self, tensor: TensorRef) -> Iterator[np.ndarray]:
+    def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """See `Shard.read`."""
         bits = DTYPE_BITS[tensor.dtype]
         if tensor.numel * bits != tensor.nbytes * 8 or not 0 <= tensor.start <= tensor.end <= self.nbytes:
             raise ValueError(f"{tensor} is not a byte range of {self.ref.name}")
-        with self._reader.read(tensor.start, tensor.end) as data:
+        with self._reader.read(tensor.start, tensor.end, into) as data:
             yield data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    def in_blocks(self, tensor: TensorRef) -> bool:
+        """See `Shard.in_blocks`."""
+        return True
 
     def close(self) -> None:
         """See `Shard.close`."""

@@ -44,6 +44,11 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
     return np.dtype(_FLOATS.get(dtype) or _OTHERS.get(dtype) or np.uint8)
 
 
+def element_word(raw: np.ndarray, stored: str) -> str:
+    """The dtype word of elements in hand: `stored`, unless they have been widened to float32 on the way."""
+    return "F32" if raw.dtype == np.float32 else stored
+
+
 class StoredMatrix:
     """A `records.Matrix` over raw elements, wherever their view points; nothing is converted before it is asked for."""
 
@@ -73,11 +78,18 @@ class StoredMatrix:
             return np.transpose(_convert(part.T, self._dtype, np.dtype(dtype)))
         return _convert(part, self._dtype, np.dtype(dtype))
 
-    def tensor(self) -> torch.Tensor:
-        """All of it as stored, sharing memory with the raw elements (unless a stride is negative: then a copy)."""
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return self._raw.itemsize
+
+    def rows(self, start: int, stop: int, buffer: np.ndarray | None = None) -> torch.Tensor:
+        """Rows as stored, sharing memory with the raw elements (unless a stride is negative: then a copy)."""
         import torch
 
-        raw = self._raw if min(self._raw.strides, default=0) >= 0 else np.ascontiguousarray(self._raw)
+        raw = self._raw[start:stop]
+        if min(raw.strides, default=0) < 0 or not raw.flags.writeable:
+            raw = raw.copy()  # torch has no negative strides, and warns of what can't be written to
         if self._dtype == "BF16":
             return torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(raw)

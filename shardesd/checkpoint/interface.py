@@ -41,14 +41,19 @@ class Shard(Protocol):
     @property
     def header_sha256(self) -> str: ...
 
-    def read(self, tensor: TensorRef) -> AbstractContextManager[np.ndarray]:
+    def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         """The raw elements of a tensor, or of a part of one (a `TensorRef` narrowed to a byte range, in its own shape).
 
         An array of `tensor.shape` and of `elements.raw_dtype`; F4 and F6, whose elements are no whole bytes, come as
-        flat bytes. Valid until the context ends: its memory is used again. Not to be written to. Any number of threads
+        flat bytes. Valid until the context ends: its memory is used again (with `into`, flat uint8 and large enough to
+        be read into, until the caller uses that again). Not to be written to. Any number of threads
         may read at once. Raises `ShardChanged` if the file shrank or changed, `SourceError` if it can't be read,
         `MatrixError` if this tensor's elements can't be had.
         """
+        ...
+
+    def in_blocks(self, tensor: TensorRef) -> bool:
+        """Whether reading some rows of a tensor costs about that part of reading all of it."""
         ...
 
     def close(self) -> None:

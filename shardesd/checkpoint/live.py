@@ -121,7 +121,7 @@ class LiveShard:
         self._values = values
 
     @contextmanager
-    def read(self, tensor: TensorRef) -> Iterator[np.ndarray]:
+    def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """See `Shard.read`. A tensor that lies contiguous in main memory is not copied."""
         import torch
 
@@ -134,6 +134,10 @@ class LiveShard:
         start = tensor.start - self._starts[tensor.name]
         data = _flat(value).view(torch.uint8)[start : start + tensor.nbytes].cpu().numpy()
         yield data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    def in_blocks(self, tensor: TensorRef) -> bool:
+        """False: it is in memory already, and a part of it may cost a copy from a device."""
+        return False
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -78,15 +78,18 @@ class Reader:
         return self._stamp[1]
 
     @contextmanager
-    def read(self, start: int, end: int) -> Iterator[np.ndarray]:
+    def read(self, start: int, end: int, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """The bytes `start`…`end` as a uint8 array, valid until the context ends (its memory is then used again).
+
+        `into` (flat uint8) is read into where it is large enough: the bytes are then the caller's for as long as it is.
 
         Raises `ShardChanged` if the file isn't what it was when it was opened, `SourceError` if it can't be read.
         """
         with self._lock:
             if self._closed:
                 raise ValueError(f"{self.path} is closed")
-            buffer = self._take(end - start)
+            own = into is None or len(into) < end - start
+            buffer = self._take(end - start) if into is None or own else into
             self._reading += 1
         try:
             try:
@@ -102,7 +105,7 @@ class Reader:
             yield data
         finally:
             with self._lock:
-                if not self._closed and (self._spare is None or len(self._spare) < len(buffer)):
+                if own and not self._closed and (self._spare is None or len(self._spare) < len(buffer)):
                     self._spare = buffer
 
     def close(self) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from shardesd.errors import OptionError
 
+GPU_SLOTS = 4
+"""Threads that read, copy and compute for one GPU, each on a stream of its own: while one solves, others read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -18,29 +21,39 @@ class Device:
     name: str
     slots: int = 1
     threads: int = 1
+    budget: float = float("inf")
+    """Bytes of its memory that tasks may take together (a GPU)."""
 
 
-def discover(choice: str) -> tuple[Device, ...]:
+def discover(choice: str, gpu_memory_fraction: float) -> tuple[Device, ...]:
     """The devices that `--device` names: ``auto`` is all CUDA devices, and the CPU where there is none.
 
-    Raises `OptionError` where CUDA is asked for and missing.
+    Of a GPU's memory that is free now, `gpu_memory_fraction` may be taken. Raises `OptionError` where CUDA is asked
+    for and missing.
     """
     if choice == "cpu":
-        return (_cpu(),)
+        return (cpu_device(),)
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "auto" and not count:
-        return (_cpu(),)
+        return (cpu_device(),)
     if not count:
         raise OptionError(f"--device '{choice}': this machine has no usable CUDA device (try --device cpu)")
     if choice in ("auto", "cuda"):
-        return tuple(Device(f"cuda:{i}") for i in range(count))
+        return tuple(_gpu(f"cuda:{i}", gpu_memory_fraction) for i in range(count))
     names = list(dict.fromkeys(choice.split(",")))
     for name in names:
         if int(name.removeprefix("cuda:")) >= count:
             raise OptionError(f"--device '{name}': this machine has cuda:0 … cuda:{count - 1}")
-    return tuple(Device(name) for name in names)
+    return tuple(_gpu(name, gpu_memory_fraction) for name in names)
+
+
+def cpu_device() -> Device:
+    """The CPU: several solves of few threads each use the cores better than one with all (docs/performance.md)."""
+    cores = cpu_count()
+    threads = 1 if cores <= 8 else 2 if cores <= 32 else 4
+    return Device("cpu", slots=max(1, cores // threads), threads=threads)
 
 
 def cpu_count() -> int:
@@ -77,9 +90,11 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _cpu() -> Device:
-    # Several solves of one thread each use the cores better than one solve with all of them: docs/performance.md.
-    return Device("cpu", slots=cpu_count(), threads=1)
+def _gpu(name: str, fraction: float) -> Device:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info(name)
+    return Device(name, slots=GPU_SLOTS, budget=free * fraction)
 
 
 def _read(path: str) -> str:

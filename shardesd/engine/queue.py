@@ -1,8 +1,9 @@
-"""The queue: tasks in, outcomes out, on every slot of every device, within one memory budget.
+"""The queue: tasks in, outcomes out, on every slot of every device, within memory, whatever devices do.
 
-One thread pulls tasks from the caller's iterator (which may block on a download), waits until the budget admits the
-next one and hands it to whichever slot is free. Threads, not processes: BLAS, LAPACK and CUDA release the
-interpreter's lock, and weights need no copy from one process to another.
+A feeder thread pulls tasks from the caller's iterator (which may block on a download) into a reach of ready tasks. A
+worker thread for each slot of each device takes the longest task that fits into memory, on a GPU together with others
+of its group. Threads, not processes: BLAS, LAPACK, CUDA and file reads release the interpreter's lock, and neither
+weights nor CUDA contexts need a copy per process. docs/architecture.md tells what happens when things fail.
 """
 
 from __future__ import annotations
@@ -10,130 +11,148 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
+from shardesd.engine.ready import Ready
+from shardesd.engine.work import DeviceState, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
 K = TypeVar("K")
 
+_TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 
-@dataclass(frozen=True, slots=True)
-class Task(Generic[K, T]):
-    """One piece of work: `run(device name)` on any device."""
-
-    key: K
-    run: Callable[[str], T]
-    nbytes: int = 0
-    """Host memory that it takes while it runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome(Generic[K, T]):
-    """What became of a task: a value, or the exception that ended it."""
-
-    key: K
-    value: T | None
-    error: Exception | None
-    device: str
-    seconds: float
+RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
 
 
 class _FeedError:
-    """The caller's iterator of tasks raised: its exception ends `Engine.map`, after the tasks in flight."""
+    """The caller's iterator of tasks raised: its exception ends `Engine.map`, after the tasks before it."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class Engine:
-    """Runs tasks on devices. `prepare(device)` is called once in each worker thread."""
+    """Runs tasks on devices, as long as one is left.
+
+    `prepare(device)` is called once in each worker thread. `classify(error)` says what an exception means. `fallback`
+    takes what no device could, and all of it once no device is left. `notice(text)` is told what a user should know.
+    """
 
     def __init__(
         self,
         devices: tuple[Device, ...],
         *,
         budget: int,
+        fallback: Device | None = None,
         prepare: Callable[[Device], None] = lambda device: None,
-        out_of_memory: Callable[[Exception], bool] = lambda error: isinstance(error, MemoryError),
+        classify: Callable[[Exception], Trouble] = lambda error: "memory" if isinstance(error, MemoryError) else "task",
+        notice: Callable[[str], None] = lambda text: None,
+        reach: int = 256,
     ) -> None:
         self.devices = devices
         self.budget = budget
-        self._prepare = prepare
-        self._out_of_memory = out_of_memory
+        self.fallback = fallback or Device("cpu")
+        self.prepare = prepare
+        self.classify = classify
+        self.notice = notice
+        self.reach = reach
 
     def map(
         self,
         tasks: Iterable[Task[K, T]],
         *,
+        run_many: RunMany[K, T] | None = None,
         on_start: Callable[[K, str], None] = lambda key, device: None,
+        on_state: Callable[[State[K]], None] = lambda state: None,
         stop: threading.Event | None = None,
     ) -> Generator[Outcome[K, T], None, None]:
-        """Outcomes as they come, in no particular order. Once `stop` is set, only tasks in flight are finished.
+        """Outcomes as they come, each task's once. Once `stop` is set, only tasks in flight are finished.
 
-        An exception of `tasks` itself is raised here when the tasks before it are done. A task whose memory can't be
-        had on a GPU runs once more, on the CPU.
+        `run_many` solves tasks of one group together on a GPU; where it raises, they are run one by one. An exception
+        of `tasks` itself is raised here when the tasks before it are done. `on_state` is called now and then, from the
+        caller's thread.
         """
-        run = _Run(self, tasks, on_start, stop or threading.Event())
+        run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
         try:
-            yield from run.outcomes()
+            yield from run.outcomes(on_state)
         finally:
             run.close()
 
-    def attempt(self, task: Task[K, T], device: str) -> Outcome[K, T]:
-        """The outcome of `task` on `device`, or on the CPU where `device` had no memory for it."""
-        started = time.perf_counter()
-        try:
-            value = task.run(device)
-        except Exception as error:
-            if device != "cpu" and self._out_of_memory(error):
-                return self.attempt(task, "cpu")
-            return Outcome(task.key, None, error, device, time.perf_counter() - started)
-        return Outcome(task.key, value, None, device, time.perf_counter() - started)
+
+@dataclass(slots=True, eq=False)
+class _Place(Generic[K, T]):
+    """A device in use."""
+
+    device: Device
+    workers: list[_Worker[K, T]] = field(default_factory=list)
+    done: int = 0
+    retired: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.device.name == "cpu"
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(ticket.task.device_bytes for worker in self.workers for ticket in worker.tickets)
+
+
+@dataclass(slots=True, eq=False)
+class _Worker(Generic[K, T]):
+    """One slot: its thread, and what it works on."""
+
+    place: _Place[K, T]
+    tickets: list[Ticket[K, T]] = field(default_factory=list)
+    since: float = 0.0
+    abandoned: bool = False
 
 
 class _Run(Generic[K, T]):
-    """One `map`: its feeder, its workers, and what passes between them."""
+    """One `map`. `_changed` guards everything below it."""
 
     def __init__(
         self,
         engine: Engine,
         tasks: Iterable[Task[K, T]],
+        run_many: RunMany[K, T] | None,
         on_start: Callable[[K, str], None],
         stop: threading.Event,
     ) -> None:
         self._engine = engine
+        self._run_many = run_many
         self._on_start = on_start
         self._stop = stop
-        self._closed = threading.Event()
-        self._ready: queue.SimpleQueue[Task[K, T] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Outcome[K, T] | _FeedError | None] = queue.SimpleQueue()
-        self._admitted = threading.Condition()
-        self._pending = 0  # admitted, outcome not yet handed to the caller
-        self._waiting = 0  # admitted, not yet run to its end
-        self._bytes = 0
-        self._slots = sum(device.slots for device in engine.devices)
-        self._workers = [
-            threading.Thread(target=self._work, args=(device,), name=f"shardesd-{device.name}-{slot}", daemon=True)
-            for device in engine.devices
-            for slot in range(device.slots)
-        ]
-        for worker in self._workers:
-            worker.start()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._pending = 0  # taken from the caller, outcome not yet handed back
+        self._ready: Ready[K, T] = Ready()
+        self._places = [_Place[K, T](device) for device in engine.devices]
+        for place in self._places:
+            self._staff(place)
         threading.Thread(target=self._feed, args=(tasks,), name="shardesd-feeder", daemon=True).start()
 
-    def outcomes(self) -> Iterator[Outcome[K, T]]:
+    # The caller's thread
+
+    def outcomes(self, on_state: Callable[[State[K]], None]) -> Iterator[Outcome[K, T]]:
         failure: BaseException | None = None
         fed = False
+        looked = 0.0
         while True:
-            if fed or self._stop.is_set():
-                with self._admitted:
-                    if not self._pending:
-                        break
+            if self._stop.is_set():
+                self._drop_ready()
+            with self._changed:
+                if (fed or self._stop.is_set()) and not self._pending:
+                    break
+            if time.monotonic() - looked > _TICK:
+                looked = time.monotonic()
+                self._look_for_hung()
+                on_state(self._state())
             try:
-                item = self._done.get(timeout=0.2)
+                item = self._done.get(timeout=_TICK)
             except queue.Empty:
                 continue
             if item is None:
@@ -141,50 +160,214 @@ class _Run(Generic[K, T]):
             elif isinstance(item, _FeedError):
                 fed, failure = True, item.error
             else:
-                with self._admitted:
-                    self._pending -= 1
                 yield item
+                with self._changed:
+                    self._pending -= 1
+                    self._changed.notify_all()
         if failure is not None and not self._stop.is_set():
             raise failure
 
     def close(self) -> None:
-        self._closed.set()
-        with self._admitted:
-            self._admitted.notify_all()
-        for _ in self._workers:
-            self._ready.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _drop_ready(self) -> None:
+        with self._changed:
+            self._pending -= len(self._ready)
+            self._ready = Ready()
+
+    def _state(self) -> State[K]:
+        with self._changed:
+            return State(
+                devices=tuple(
+                    DeviceState(
+                        name=place.device.name,
+                        working=tuple(t.task.key for worker in place.workers for t in worker.tickets),
+                        done=place.done,
+                        device_bytes=place.device_bytes,
+                        retired=place.retired,
+                    )
+                    for place in self._places
+                ),
+                ready=len(self._ready),
+                host_bytes=self._host_bytes(),
+            )
+
+    def _look_for_hung(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            for place in self._places:
+                for worker in list(place.workers):
+                    allowed = sum(ticket.task.deadline for ticket in worker.tickets)
+                    if worker.tickets and now - worker.since > allowed:
+                        self._abandon(worker, now - worker.since)
+
+    def _abandon(self, worker: _Worker[K, T], seconds: float) -> None:
+        """A solve that doesn't end: its thread is left to itself, and what it may still give is not taken."""
+        worker.abandoned = True
+        worker.place.workers.remove(worker)
+        tickets, worker.tickets = worker.tickets, []
+        if worker.place.is_cpu:
+            error = TimeoutError(f"no answer from the CPU after {seconds:.0f} s")
+            for ticket in tickets:
+                self._deliver(ticket, Outcome(key=ticket.task.key, error=error, device="cpu", seconds=seconds))
+            self._hire(worker.place)
+        else:
+            self._retire(worker.place, f"no answer after {seconds:.0f} s")
+            for ticket in tickets:
+                ticket.cpu_only = True  # it may be what hangs
+                self._ready.add(ticket)
+            self._ensure_fallback()
+
+    # The feeder's thread
 
     def _feed(self, tasks: Iterable[Task[K, T]]) -> None:
         try:
-            for task in tasks:
-                if not self._admit(task):
-                    return
-                self._ready.put(task)
+            for number, task in enumerate(tasks):
+                with self._changed:
+                    # Outcomes that the caller hasn't taken count too: a caller that pauses pauses the scan.
+                    self._changed.wait_for(lambda: self._over() or self._pending < self._engine.reach)
+                    if self._over():
+                        return
+                    self._pending += 1
+                    self._ready.add(Ticket(task, number))
+                    self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
             self._done.put(_FeedError(error))
 
-    def _admit(self, task: Task[K, T]) -> bool:
-        """Waits for the budget; False once the run is over. A task beyond the whole budget runs alone."""
-        with self._admitted:
-            # One task more than there are slots may wait, so that no slot idles while the next one is prepared.
-            while not (self._closed.is_set() or self._stop.is_set()):
-                fits = self._bytes + task.nbytes <= self._engine.budget or self._bytes == 0
-                if fits and self._waiting <= self._slots:
-                    self._pending += 1
-                    self._waiting += 1
-                    self._bytes += task.nbytes
-                    return True
-                self._admitted.wait(0.2)
-        return False
+    def _over(self) -> bool:
+        return self._closed or self._stop.is_set()
 
-    def _work(self, device: Device) -> None:
-        self._engine._prepare(device)
-        while (task := self._ready.get()) is not None:
-            self._on_start(task.key, device.name)
-            outcome = self._engine.attempt(task, device.name)
-            with self._admitted:
-                self._waiting -= 1
-                self._bytes -= task.nbytes
-                self._admitted.notify_all()
+    # The workers' threads
+
+    def _staff(self, place: _Place[K, T]) -> None:
+        for _ in range(place.device.slots):
+            self._hire(place)
+
+    def _hire(self, place: _Place[K, T]) -> None:
+        worker = _Worker(place)
+        place.workers.append(worker)
+        name = f"shardesd-{place.device.name}-{len(place.workers)}"
+        threading.Thread(target=self._work, args=(worker,), name=name, daemon=True).start()
+
+    def _work(self, worker: _Worker[K, T]) -> None:
+        device = worker.place.device
+        try:
+            self._engine.prepare(device)
+        except Exception as error:
+            with self._changed:
+                if not worker.place.is_cpu:
+                    self._retire(worker.place, str(error))
+                    self._ensure_fallback()
+                    return
+            raise
+        while (tickets := self._take(worker)) is not None:
+            for ticket in tickets:
+                self._on_start(ticket.task.key, device.name)
+            outcomes = self._attempt(tickets, device.name)
+            with self._changed:
+                if worker.abandoned:
+                    return
+                worker.tickets = []
+                for ticket, outcome in zip(tickets, outcomes, strict=True):
+                    self._settle(ticket, outcome, worker.place)
+                self._changed.notify_all()
+
+    def _take(self, worker: _Worker[K, T]) -> list[Ticket[K, T]] | None:
+        """What the worker does next; None when there will be nothing more for it."""
+        place = worker.place
+        with self._changed:
+            while not (self._closed or place.retired or worker.abandoned):
+                first = self._ready.take(
+                    lambda ticket: self._fits(ticket, place), lambda ticket: self._suits(ticket, place)
+                )
+                if first is not None:
+                    worker.tickets = [first]
+                    worker.since = time.monotonic()
+                    if self._run_many and first.task.group is not None and not (place.is_cpu or first.alone):
+                        # Not all that is ready, so that the other slots have some too.
+                        slots = sum(p.device.slots for p in self._places if not p.retired)
+                        most = min(first.task.most, -(-(len(self._ready) + 1) // slots)) - 1
+                        for ticket in self._ready.take_like(first, most, lambda t: self._fits(t, place)):
+                            worker.tickets.append(ticket)
+                    self._changed.notify_all()
+                    return list(worker.tickets)
+                self._changed.wait(1.0)
+        return None
+
+    def _suits(self, ticket: Ticket[K, T], place: _Place[K, T]) -> bool:
+        return place.is_cpu or not ticket.cpu_only
+
+    def _fits(self, ticket: Ticket[K, T], place: _Place[K, T]) -> bool:
+        """Whether there is memory for it now. One beyond the whole budget runs alone."""
+        working = [worker for worker in place.workers if worker.tickets]
+        host = self._host_bytes()
+        if host and host + ticket.task.host_bytes > self._engine.budget:
+            return False
+        if place.is_cpu:
+            return True
+        if working and (ticket.alone or any(t.alone for worker in working for t in worker.tickets)):
+            return False
+        used = place.device_bytes
+        return not used or used + ticket.task.device_bytes <= place.device.budget
+
+    def _host_bytes(self) -> int:
+        """Tasks that are solved together are read one after the other, so the largest of them counts."""
+        return sum(
+            max(ticket.task.host_bytes for ticket in worker.tickets)
+            for place in self._places
+            for worker in place.workers
+            if worker.tickets
+        )
+
+    def _attempt(self, tickets: list[Ticket[K, T]], device: str) -> Sequence[Outcome[K, T]]:
+        if len(tickets) > 1 and self._run_many is not None:
+            try:
+                return self._run_many([ticket.task for ticket in tickets], device)
+            except Exception as error:
+                return [Outcome(key=ticket.task.key, error=error, device=device) for ticket in tickets]
+        task = tickets[0].task
+        started = time.perf_counter()
+        try:
+            value = task.run(device)
+        except Exception as error:
+            return [Outcome(key=task.key, error=error, device=device, seconds=time.perf_counter() - started)]
+        return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]
+
+    def _settle(self, ticket: Ticket[K, T], outcome: Outcome[K, T], place: _Place[K, T]) -> None:
+        """An outcome is delivered, or its task tried elsewhere: for want of memory alone, then on the CPU."""
+        trouble = "task" if outcome.error is None or place.is_cpu else self._engine.classify(outcome.error)
+        if trouble == "task":
+            place.done += 1
+            self._deliver(ticket, outcome)
+        else:
+            if trouble == "device":
+                self._retire(place, str(outcome.error))
+            elif ticket.alone:
+                ticket.alone, ticket.cpu_only = False, True
+            else:
+                ticket.alone = True
+            self._ready.add(ticket)
+            self._ensure_fallback()
+
+    def _deliver(self, ticket: Ticket[K, T], outcome: Outcome[K, T]) -> None:
+        if not ticket.delivered:
+            ticket.delivered = True
             self._done.put(outcome)
+
+    def _retire(self, place: _Place[K, T], why: str) -> None:
+        if not place.retired:
+            place.retired = " ".join(why.split()) or "lost"
+            self._engine.notice(f"{place.device.name} is used no more: {place.retired[:200]}; the scan goes on without")
+
+    def _ensure_fallback(self) -> None:
+        """A CPU for what only a CPU can do now, or for all where no other device is left."""
+        alive = [place for place in self._places if not place.retired]
+        needed = not alive or any(ticket.cpu_only for ticket in self._ready)
+        if needed and not any(place.is_cpu for place in alive):
+            place = _Place[K, T](self._engine.fallback)
+            self._places.append(place)
+            self._staff(place)
+        self._changed.notify_all()

@@ -7,6 +7,7 @@ of W. In float64, from weights stored in 32 bits or fewer, each is right to abou
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
+
+_local = threading.local()
 
 
 def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndarray:
@@ -35,22 +38,34 @@ def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndar
     return gram
 
 
-def gram_cuda(matrix: Matrix, dtype: torch.dtype, device: str, exponent: int = 0) -> torch.Tensor:
-    """G of (n, n) on `device`. The bytes travel as they are stored and are widened there, block by block."""
+def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
+    """G of the matrix times 2**-exponent, into `gram` (n, n) on its device, in its precision.
+
+    The bytes travel as they are stored, through pinned memory, while the block before them is worked on; they are
+    widened on the device. A float32 Gram is summed up in float64, so that only the products of one block are rounded.
+    """
     import torch
 
-    W_MN = matrix.tensor().to(device)
-    if W_MN.shape[0] < W_MN.shape[1]:
-        W_MN = W_MN.mT
-    n = W_MN.shape[1]
-    gram = torch.zeros((n, n), dtype=dtype, device=device)
-    for start, stop in _spans(W_MN.shape[0], n * gram.element_size(), 32 * BLOCK_BYTES):
-        block = W_MN[start:stop].to(dtype)
+    M, N = matrix.shape
+    staging: _Staging = _local.__dict__.setdefault("staging", _Staging())
+    total = gram if gram.dtype == torch.float64 else torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
+    total.zero_()
+    if N <= M:
+        blocks = staging.upload(matrix, gram.device)
+    else:
+        W_MN = torch.cat(list(staging.upload(matrix, gram.device)))
+        blocks = (W_MN[:, start:stop].mT for start, stop in _spans(N, M * gram.element_size(), 8 * BLOCK_BYTES))
+    for block in blocks:
+        wide = block.to(gram.dtype)
         if exponent:  # in two factors: one alone may be beyond float64
             half = exponent // 2
-            block = block * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
-        gram.addmm_(block.mT, block)
-    return gram
+            wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
+        if total is gram:
+            gram.addmm_(wide.mT, wide)
+        else:
+            total.add_(wide.mT @ wide)
+    if total is not gram:
+        gram.copy_(total)
 
 
 def largest_exponent(matrix: Matrix) -> int | None:
@@ -61,6 +76,32 @@ def largest_exponent(matrix: Matrix) -> int | None:
         if not np.isfinite(largest) or np.isnan(block).any():
             raise ValueError("NaN or Inf")
     return int(np.frexp(largest)[1]) if largest else None
+
+
+class _Staging:
+    """Two pinned buffers of one thread: one is read into while the other's bytes travel to the device."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._sent: list[torch.cuda.Event | None] = [None, None]
+
+    def upload(self, matrix: Matrix, device: torch.device) -> Iterator[torch.Tensor]:
+        """Blocks of rows on the device, as they are stored."""
+        import torch
+
+        M, N = matrix.shape
+        for number, (start, stop) in enumerate(_spans(M, N * matrix.itemsize, BLOCK_BYTES)):
+            half = number % 2
+            sent = self._sent[half]
+            if sent is not None:
+                sent.synchronize()
+            rows = matrix.rows(start, stop, self._buffers[half].numpy())
+            on_device = rows.to(device, non_blocking=True)
+            with torch.cuda.device(device):
+                self._sent[half] = torch.cuda.current_stream().record_event()
+            yield on_device
 
 
 def _blocks(matrix: Matrix, dtype: np.dtype[Any]) -> Iterator[tuple[Literal[0, 1], np.ndarray]]:

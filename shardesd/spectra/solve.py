@@ -8,23 +8,26 @@ where its rounding (n·ε·λmax) would drown the λ that must be told from zero
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
+from shardesd.spectra.eigen import device_bytes as eigen_bytes
+from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, largest_exponent
+from shardesd.spectra.policy import Precision, choose_precision, trouble
 
 if TYPE_CHECKING:
     import torch
 
-Precision = Literal["float32", "float64"]
-
 # λ of the whole Gram beyond these lose digits to overflow or underflow; then the matrix is scaled by a power of two.
 _TRACE_RANGE = {"float64": (1e-200, 1e290), "float32": (1e-20, 1e30)}
+
+_DIVERGED = "the eigenvalues of the Gram matrix did not converge (try --solver svd)"
 
 
 def compute(
@@ -42,135 +45,187 @@ def compute(
     beyond float64.
     """
     started = time.perf_counter()
-    width: Precision = "float32" if precision == "float32" else "float64"
-    used: Literal["gram", "svd"] = "gram"
-    parts = []
+    width = choose_precision(precision, device)
+    parts, solvers = [], set()
     for matrix in slices:
-        eigs, how = _one(matrix, solver, width, device, resolve / scale)
+        eigs, used = _one(matrix, solver, width, device, resolve / scale)
         parts.append(eigs)
-        if how == "svd":
-            used = "svd"
-    eigs_K = np.sort(np.concatenate(parts)) if len(parts) > 1 else parts[0]
+        solvers.add(used)
     with np.errstate(over="ignore"):
-        eigs_K = eigs_K * scale
-    if not eigs_K[-1] > 0:
-        raise MatrixError("all zeros: every λ is 0")
-    if not np.isfinite(eigs_K[-1]):
-        raise MatrixError("the largest λ is beyond float64")
-    return Spectrum(eigs=eigs_K, solver=used, precision=width, device=device, seconds=time.perf_counter() - started)
+        eigs_K = np.sort(np.concatenate(parts)) * scale
+    return _spectrum(eigs_K, "svd" if "svd" in solvers else "gram", width, device, time.perf_counter() - started)
+
+
+def compute_many(
+    opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
+    *,
+    n: int,
+    solver: str = "auto",
+    precision: str = "auto",
+    device: str,
+    resolve: float = 0.0,
+) -> list[Spectrum | Exception]:
+    """The λ of several matrices whose shorter side is `n`, solved together on a GPU; an exception where one can't be.
+
+    Each of `opened` gives one matrix, which is read when its Gram is due and let go of after it. Raises what means
+    trouble for all of them: no memory, or a lost device.
+    """
+    import torch
+
+    started = time.perf_counter()
+    width = choose_precision(precision, device)
+    grams = torch.empty((len(opened), n, n), dtype=getattr(torch, width), device=device)
+    errors: dict[int, Exception] = {}
+    exponents = [0] * len(opened)
+    for at, open_ in enumerate(opened):
+        try:
+            with open_() as (matrix,):
+                exponents[at] = _fill(matrix, grams[at], width)
+        except Exception as error:
+            if trouble(error) != "task":
+                raise
+            errors[at] = error
+            grams[at] = 0
+    eigs_BN = eigvalsh_many(grams)
+    del grams
+    share = (time.perf_counter() - started) / len(opened)
+    results: list[Spectrum | Exception] = []
+    for at, open_ in enumerate(opened):
+        try:
+            if at in errors:
+                raise errors[at]
+            eigs = _scaled(np.maximum(eigs_BN[at], 0.0), 2 * exponents[at])
+            if np.isnan(eigs).any() and solver == "gram":
+                raise MatrixError(_DIVERGED)
+            if np.isnan(eigs).any() or _drowned(eigs, solver, width, resolve):
+                with open_() as slices:
+                    results.append(compute(slices, solver="svd", device="cpu"))
+            else:
+                results.append(_spectrum(eigs, "gram", width, device, share))
+        except Exception as error:
+            if trouble(error) != "task":
+                raise
+            results.append(error)
+    return results
 
 
 def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto") -> int:
-    """Host memory that `compute` takes at its peak for one M × N matrix, beside the stored elements."""
+    """Host memory that `compute` takes at its peak for one M × N matrix on a CPU, beside the stored elements."""
     width = 4 if precision == "float32" else 8
     n = min(M, N)
     if solver == "svd":
         return 3 * M * N * width
-    # A block and its float32 stage or its transpose; the Gram, and LAPACK's copy of it.
+    # A block and its float32 stage; the Gram, and LAPACK's copy of it.
     return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * width
 
 
-def prepare_worker(threads: int) -> None:
-    """Called once in each thread that will call `compute`: how many threads one solve may use there."""
-    import torch
-
-    torch.set_num_threads(threads)
-
-
-@contextmanager
-def blas_threads(threads: int) -> Iterator[None]:
-    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting)."""
-    from scipy.linalg import cython_blas  # noqa: F401 (only what is loaded already can be limited)
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(threads, user_api="blas"):
-        yield
+def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
+    """Memory of a GPU that one M × N matrix takes there at its peak."""
+    if solver == "svd":
+        return 3 * M * N * 8
+    stored = M * N * itemsize if M < N else BLOCK_BYTES
+    return eigen_bytes(min(M, N)) + stored + 2 * min(8 * BLOCK_BYTES, 8 * M * N)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or this machine, had no memory for a solve."""
-    import torch
-
-    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError))
-
-
-def _one(
-    matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float
-) -> tuple[np.ndarray, Literal["gram", "svd"]]:
+def _one(matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float) -> tuple[np.ndarray, str]:
     import torch
 
     if solver == "svd":
         return _svd(matrix, precision, device), "svd"
-    gram, exponent = _finite_gram(matrix, precision, device)
-    if gram is None:
-        return np.zeros(min(matrix.shape)), "gram"
+    n = min(matrix.shape)
+    if device == "cpu":
+        filled = _gram_cpu(matrix, precision)
+        if filled is None:
+            return np.zeros(n), "gram"
+        gram, exponent = filled
+    else:
+        gram = torch.empty((n, n), dtype=getattr(torch, precision), device=device)
+        exponent = _fill(matrix, gram, precision)
     try:
-        eigs = torch.linalg.eigvalsh(gram).to("cpu", torch.float64).numpy()
-    except _no_convergence():
+        eigs = eigvalsh(gram)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         if solver == "gram":
-            raise MatrixError("the eigenvalues of the Gram matrix did not converge (try --solver svd)") from None
+            raise MatrixError(_DIVERGED) from None
         return _svd(matrix, "float64", "cpu"), "svd"
     del gram
     eigs = _scaled(np.maximum(eigs, 0.0), 2 * exponent)
-    rounding = len(eigs) * np.finfo(precision).eps * eigs[-1]
-    if solver == "auto" and precision == "float64" and rounding > resolve > 0 and eigs[0] < rounding:
-        return _svd(matrix, precision, device), "svd"
+    if np.isnan(eigs).any() or _drowned(eigs, solver, precision, resolve):
+        return _svd(matrix, "float64", "cpu"), "svd"
     return eigs, "gram"
 
 
-def _finite_gram(matrix: Matrix, precision: Precision, device: str) -> tuple[torch.Tensor | None, int]:
+def _gram_cpu(matrix: Matrix, precision: Precision) -> tuple[torch.Tensor, int] | None:
     """The Gram of W·2**-exponent, with exponent 0 unless the Gram would over- or underflow; None where W is zero."""
     import torch
 
-    def build(exponent: int) -> torch.Tensor:
-        if device == "cpu":
-            with np.errstate(over="ignore", invalid="ignore"):
-                return torch.from_numpy(gram_cpu(matrix, np.dtype(precision), exponent))
-        return gram_cuda(matrix, getattr(torch, precision), device, exponent)
+    with np.errstate(over="ignore", invalid="ignore"):
+        gram = gram_cpu(matrix, np.dtype(precision))
+        if _in_range(float(np.trace(gram, dtype=np.float64)), precision):
+            return torch.from_numpy(gram), 0
+        exponent = _exponent(matrix)
+        return (
+            None if exponent is None else (torch.from_numpy(gram_cpu(matrix, np.dtype(precision), exponent)), exponent)
+        )
 
-    gram = build(0)
-    trace = float(gram.diagonal().sum(dtype=torch.float64))
+
+def _fill(matrix: Matrix, gram: torch.Tensor, precision: Precision) -> int:
+    """Fills `gram`, on a GPU, with the Gram of W·2**-exponent; gives the exponent. An all-zero W gives zeros."""
+    import torch
+
+    gram_cuda(matrix, gram)
+    if _in_range(float(gram.diagonal().sum(dtype=torch.float64)), precision):
+        return 0
+    exponent = _exponent(matrix)
+    if exponent is None:
+        gram.zero_()
+        return 0
+    gram_cuda(matrix, gram, exponent)
+    return exponent
+
+
+def _in_range(trace: float, precision: Precision) -> bool:
     low, high = _TRACE_RANGE[precision]
-    if low < trace < high:
-        return gram, 0
+    return low < trace < high
+
+
+def _exponent(matrix: Matrix) -> int | None:
     try:
-        exponent = largest_exponent(matrix)
+        return largest_exponent(matrix)
     except ValueError:
         raise MatrixError(f"NaN or Inf among its {matrix.shape[0]}×{matrix.shape[1]} elements") from None
-    return (None, 0) if exponent is None else (build(exponent), exponent)
+
+
+def _drowned(eigs: np.ndarray, solver: str, precision: Precision, resolve: float) -> bool:
+    """Whether λ that `resolve` tells from zero are hidden by the Gram's rounding, which an SVD doesn't have."""
+    rounding = len(eigs) * np.finfo(np.float64).eps * eigs[-1]
+    return bool(solver == "auto" and precision == "float64" and rounding > resolve > 0 and eigs[0] < rounding)
 
 
 def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
     import torch
 
-    try:
-        exponent = largest_exponent(matrix)
-    except ValueError:
-        raise MatrixError(f"NaN or Inf among its {matrix.shape[0]}×{matrix.shape[1]} elements") from None
+    exponent = _exponent(matrix)
     if exponent is None:
         return np.zeros(min(matrix.shape))
     W_MN = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
     np.ldexp(W_MN, -exponent, out=W_MN)
     try:
-        sigma = (
-            torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
-            .to("cpu", torch.float64)
-            .flip(0)
-            .numpy()
-        )
-    except _no_convergence():
+        sigma = torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         raise MatrixError("its singular values did not converge") from None
-    return _scaled(sigma * sigma, 2 * exponent)
-
-
-def _no_convergence() -> type[Exception]:
-    import torch
-
-    error: type[Exception] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
-    return error
+    return _scaled(sigma.to("cpu", torch.float64).flip(0).numpy() ** 2, 2 * exponent)
 
 
 def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
         scaled: np.ndarray = np.ldexp(eigs, exponent)
     return scaled
+
+
+def _spectrum(eigs: np.ndarray, solver: str, precision: Precision, device: str, seconds: float) -> Spectrum:
+    if not eigs[-1] > 0:
+        raise MatrixError("all zeros: every λ is 0")
+    if not np.isfinite(eigs[-1]):
+        raise MatrixError("the largest λ is beyond float64")
+    used: Literal["gram", "svd"] = "svd" if solver == "svd" else "gram"
+    return Spectrum(eigs=eigs, solver=used, precision=precision, device=device, seconds=seconds)

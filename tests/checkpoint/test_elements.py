@@ -58,7 +58,7 @@ def test_blocks(dtype: str, view: str, wanted: type) -> None:
 @pytest.mark.parametrize("dtype", sorted(SUPPORTED))
 def test_tensor(dtype: str, view: str) -> None:
     raw, exact = (VIEWS[view](array) for array in stored(dtype, 6, 70, 840))
-    tensor = StoredMatrix(raw, dtype).tensor()
+    tensor = StoredMatrix(raw, dtype).rows(0, len(raw))
     assert tensor.dtype == TORCH[dtype]
     np.testing.assert_array_equal(tensor.to(torch.float64).numpy(), exact, strict=True)
     if raw.size and view != "reversed":

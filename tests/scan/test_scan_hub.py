@@ -24,7 +24,7 @@ def hub() -> Iterator[HubServer]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return sharded(tmp_path / "weights", random_weights(layers=6, size=64))
+    return sharded(tmp_path / "weights", random_weights(layers=6, size=256))
 
 
 def scan(hub: HubServer, tmp_path: Path, *arguments: object, **env: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,71 @@
+"""A matrix that stays in its file: each block is read when it is asked for, so that it is never in memory whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from shardesd.checkpoint.elements import StoredMatrix, element_word
+from shardesd.checkpoint.interface import Shard
+from shardesd.records import TensorRef
+
+if TYPE_CHECKING:
+    import torch
+
+_STRIP_BYTES = 16_000_000  # of rows that are read at once to take columns from
+
+
+class ShardMatrix:
+    """A `records.Matrix` over a 2-D tensor of a shard."""
+
+    def __init__(self, shard: Shard, tensor: TensorRef) -> None:
+        self._shard = shard
+        self._tensor = tensor
+        self._row_bytes = tensor.nbytes // tensor.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, N)."""
+        return self._tensor.shape[0], self._tensor.shape[1]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return max(1, self._row_bytes // self._tensor.shape[1])
+
+    def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """See `records.Matrix`. Columns cost a pass over the whole tensor."""
+        if axis == 0:
+            with self._read(start, stop) as stored:
+                return stored.block(0, 0, stop - start, dtype)
+        M = self.shape[0]
+        out = np.empty((M, stop - start), dtype)
+        step = max(1, _STRIP_BYTES // self._row_bytes)
+        for row in range(0, M, step):
+            with self._read(row, min(row + step, M)) as stored:
+                out[row : row + step] = stored.block(1, start, stop, dtype)
+        return out
+
+    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+        """See `records.Matrix`."""
+        with self._read(start, stop, buffer) as stored:
+            rows = stored.rows(0, stop - start)
+            # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
+            fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
+            return rows if fits else rows.clone()
+
+    @contextmanager
+    def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> Iterator[StoredMatrix]:
+        tensor = self._tensor
+        part = replace(
+            tensor,
+            shape=(stop - start, tensor.shape[1]),
+            start=tensor.start + start * self._row_bytes,
+            end=tensor.start + stop * self._row_bytes,
+        )
+        with self._shard.read(part, into) as raw:
+            yield StoredMatrix(raw, element_word(raw, tensor.dtype))
