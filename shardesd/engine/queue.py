@@ -8,12 +8,14 @@ weights nor CUDA contexts need a copy per process. docs/architecture.md tells wh
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from shardesd.engine.devices import Device
 from shardesd.engine.ready import Ready
@@ -24,7 +26,41 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 
+_EXIT_SECONDS = 60.0
+_alive: set[threading.Thread] = set()
+_runs: weakref.WeakSet[_Run[Any, Any]] = weakref.WeakSet()
+
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
+
+
+def _start(target: Callable[..., None], name: str, *args: object) -> None:
+    """A thread that doesn't keep the interpreter alive, but is waited for when it exits.
+
+    A daemon thread that is within torch when the interpreter goes takes the whole process down (SIGABRT).
+    """
+
+    def run() -> None:
+        try:
+            target(*args)
+        finally:
+            _alive.discard(thread)
+
+    if not _registered:
+        _registered.append(atexit.register(_wait_at_exit))
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _alive.add(thread)
+    thread.start()
+
+
+_registered: list[object] = []
+
+
+def _wait_at_exit() -> None:
+    for run in list(_runs):  # of generators that were left open
+        run.close()
+    until = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_alive):
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _FeedError:
@@ -130,10 +166,11 @@ class _Run(Generic[K, T]):
         self._closed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._ready: Ready[K, T] = Ready()
+        _runs.add(self)
         self._places = [_Place[K, T](device) for device in engine.devices]
         for place in self._places:
             self._staff(place)
-        threading.Thread(target=self._feed, args=(tasks,), name="shardesd-feeder", daemon=True).start()
+        _start(self._feed, "shardesd-feeder", tasks)
 
     # The caller's thread
 
@@ -250,7 +287,7 @@ class _Run(Generic[K, T]):
         worker = _Worker(place)
         place.workers.append(worker)
         name = f"shardesd-{place.device.name}-{len(place.workers)}"
-        threading.Thread(target=self._work, args=(worker,), name=name, daemon=True).start()
+        _start(self._work, name, worker)
 
     def _work(self, worker: _Worker[K, T]) -> None:
         device = worker.place.device
@@ -289,9 +326,8 @@ class _Run(Generic[K, T]):
                     if self._run_many and first.task.group is not None and not (place.is_cpu or first.alone):
                         # Not all that is ready, so that the other slots have some too.
                         slots = sum(p.device.slots for p in self._places if not p.retired)
-                        most = min(first.task.most, -(-(len(self._ready) + 1) // slots)) - 1
-                        for ticket in self._ready.take_like(first, most, lambda t: self._fits(t, place)):
-                            worker.tickets.append(ticket)
+                        most = min(first.task.most, -(-(len(self._ready) + 1) // slots))
+                        self._ready.take_like(worker.tickets, most, lambda ticket: self._fits(ticket, place))
                     self._changed.notify_all()
                     return list(worker.tickets)
                 self._changed.wait(1.0)

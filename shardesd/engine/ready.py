@@ -58,14 +58,12 @@ class Ready(Generic[K, T]):
             passed.append(ticket)
         return None
 
-    def take_like(self, first: Ticket[K, T], most: int, fits: Callable[[Ticket[K, T]], bool]) -> list[Ticket[K, T]]:
-        """Up to `most` more tickets of the same group that fit, one after the other."""
-        taken: list[Ticket[K, T]] = []
+    def take_like(self, batch: list[Ticket[K, T]], most: int, fits: Callable[[Ticket[K, T]], bool]) -> None:
+        """Moves tickets of the group of those in `batch` to it while they fit beside them, up to `most` in all."""
+        group = batch[0].task.group
         for ticket in list(self._tickets):
-            if len(taken) == most:
-                break
-            like = ticket.task.group == first.task.group and not (ticket.alone or ticket.cpu_only)
-            if like and fits(ticket):
+            if len(batch) == most:
+                return
+            if ticket.task.group == group and not (ticket.alone or ticket.cpu_only) and fits(ticket):
                 self._tickets.remove(ticket)
-                taken.append(ticket)
-        return taken
+                batch.append(ticket)

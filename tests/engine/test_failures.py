@@ -23,7 +23,9 @@ def classify(error: Exception) -> Trouble:
     return {NoMemory: "memory", Lost: "device"}.get(type(error), "task")
 
 
-def scan(devices: Sequence[Device], tasks: Sequence[Task], **options: object) -> tuple[dict[object, Outcome], list[str]]:
+def scan(
+    devices: Sequence[Device], tasks: Sequence[Task], **options: object
+) -> tuple[dict[object, Outcome], list[str]]:
     notices: list[str] = []
     engine = Engine(
         tuple(devices), budget=10**9, fallback=Device("cpu", slots=2), classify=classify, notice=notices.append
@@ -138,9 +140,10 @@ def test_a_hung_solve_is_noticed_and_its_late_answer_not_taken() -> None:
     def run(device: str) -> str:
         if device == "cuda:0":
             release.wait(20)
+        time.sleep(0.02)
         return device
 
-    tasks = [Task(key=i, run=run, deadline=0.3) for i in range(10)]
+    tasks = [Task(key=i, run=run, deadline=0.5) for i in range(30)]
     threading.Timer(1.0, release.set).start()
     outcomes, notices = scan([Device("cuda:0"), Device("cuda:1")], tasks)
     assert {o.value for o in outcomes.values()} <= {"cuda:1", "cpu"}

@@ -1,0 +1,36 @@
+"""The interpreter exits cleanly whenever a scan ends early: no abort by a thread that is still within torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import one_file, random_weights
+
+HEAD = "import sys, shardesd\nfolder = sys.argv[1]\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return one_file(tmp_path_factory.mktemp("exit") / "model", random_weights(layers=12, size=500))
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("for row in shardesd.stream(folder): break", 0),
+        ("rows = shardesd.stream(folder); next(rows)", 0),
+        ("rows = shardesd.stream(folder); next(rows); rows.close()", 0),
+        ("for row in shardesd.stream(folder): sys.exit(5)", 5),
+        ("for row in shardesd.stream(folder): raise ValueError", 1),
+    ],
+)
+def test_an_early_end(folder: Path, code: str, status: int) -> None:
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", HEAD + code, str(folder)], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == status, done.stderr
+        assert "terminate" not in done.stderr
