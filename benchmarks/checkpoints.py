@@ -100,9 +100,19 @@ def llama(
     return write(folder, shapes, shard_bytes=shard_bytes, config=config)
 
 
+def experts(folder: Path, *, count: int) -> int:
+    """Experts of 768 × 2048 in stacks of 128, beside one layer's attention; returns the bytes."""
+    shapes: list[tuple[str, tuple[int, ...]]] = []
+    for i in range(max(1, count // 128)):
+        shapes += [(f"model.layers.{i}.self_attn.{name}.weight", (2048, 2048)) for name in ("q_proj", "o_proj")]
+        shapes.append((f"model.layers.{i}.mlp.experts.down_proj", (min(count, 128), 768, 2048)))
+    return write(folder, shapes, shard_bytes=2_000_000_000, config={"model_type": "mixtral"})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["llama"])
+    parser.add_argument("kind", choices=["llama", "experts"])
+    parser.add_argument("--experts", type=int, default=512, help="how many, of 768 × 2048 each")
     parser.add_argument("out", type=Path)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--mlp", type=int, default=5632)
@@ -110,5 +120,10 @@ if __name__ == "__main__":
     parser.add_argument("--vocab", type=int, default=0)
     parser.add_argument("--head", action=argparse.BooleanOptionalAction, default=True, help="an untied head")
     given = parser.parse_args()
-    size = llama(given.out, hidden=given.hidden, mlp=given.mlp, layers=given.layers, vocab=given.vocab, head=given.head)
+    if given.kind == "experts":
+        size = experts(given.out, count=given.experts)
+    else:
+        size = llama(
+            given.out, hidden=given.hidden, mlp=given.mlp, layers=given.layers, vocab=given.vocab, head=given.head
+        )
     print(f"{given.out}: {size / 1e9:.2f} GB")

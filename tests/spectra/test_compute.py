@@ -25,8 +25,12 @@ class Array:
         part = self.W_MN[start:stop] if axis == 0 else self.W_MN[:, start:stop]
         return np.array(part, dtype=dtype, order="C")
 
-    def tensor(self) -> torch.Tensor:
-        return torch.from_numpy(self.W_MN)
+    @property
+    def itemsize(self) -> int:
+        return self.W_MN.itemsize
+
+    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(self.W_MN[start:stop]))
 
 
 def reference(W_MN: np.ndarray) -> np.ndarray:

@@ -1,0 +1,145 @@
+"""One checkpoint on GPUs, shardesd beside what a user would run instead. Needs CUDA.
+
+    python benchmarks/gpu_scan.py dense [--layers 6]     7B-shaped: hidden 4096, MLP 11008, bf16
+    python benchmarks/gpu_scan.py experts [--experts 512] 512 experts of 768 × 2048 beside a few dense matrices
+    python benchmarks/gpu_scan.py devices                one GPU against two
+
+Seconds are wall-clock after imports and CUDA's start, from a warm page cache; medians of `--repeat` runs. Host memory
+is the process's peak above that of the same process before the scan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HEAD = """
+import json, resource, sys, time
+from pathlib import Path
+import torch
+torch.linalg.eigvalsh(torch.eye(64, device="cuda", dtype=torch.float64))
+torch.linalg.svdvals(torch.eye(64, device="cuda"))
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+folder, device = sys.argv[1], sys.argv[2]
+files = sorted(Path(folder).glob("*.safetensors"))
+"""
+TAIL = """
+torch.cuda.synchronize()
+print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak() - before}))
+"""
+SHARDESD = (
+    HEAD
+    + """
+import shardesd, shardesd.scanner
+from shardesd import spectra
+notes = [spectra.why_not_batched(i) for i in range(torch.cuda.device_count())] if "cuda" in device else []
+before, started = peak(), time.perf_counter()
+result = shardesd.scan(folder, device=device)
+"""
+    + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "notes": notes, "peak"')
+)
+READ = (
+    HEAD
+    + """
+buffer = bytearray(1 << 24)
+before, started = peak(), time.perf_counter()
+for file in files:
+    with open(file, "rb", buffering=0) as stream:
+        while stream.readinto(buffer): pass
+"""
+    + TAIL
+)
+SEQUENTIAL = (
+    HEAD
+    + """
+from safetensors import safe_open
+before, started = peak(), time.perf_counter()
+busy = 0.0
+for file in files:
+    with safe_open(file, "pt") as shard:
+        for name in shard.keys():
+            W = shard.get_tensor(name)
+            for W in (W if W.ndim == 3 else [W] if W.ndim == 2 else []):
+                W = W.to("cuda"); torch.cuda.synchronize(); t = time.perf_counter()
+                W = W.double()
+                torch.linalg.eigvalsh(W @ W.mT if W.shape[0] < W.shape[1] else W.mT @ W).cpu()
+                busy += time.perf_counter() - t
+"""
+    + TAIL.replace('"peak"', '"busy": busy, "peak"')
+)
+COMMON = (
+    HEAD
+    + """
+from safetensors.torch import load_file
+before, started = peak(), time.perf_counter()
+weights = {}
+for file in files: weights.update(load_file(file))
+weights = {name: W.float() for name, W in weights.items()}
+for name, W in weights.items():
+    for W in (W if W.ndim == 3 else [W] if W.ndim == 2 else []):
+        (torch.linalg.svdvals(W.to("cuda")) ** 2).cpu()
+"""
+    + TAIL
+)
+
+
+def run(code: str, folder: Path, device: str) -> dict[str, object] | None:
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder), device], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        print("    failed:", done.stderr.strip().splitlines()[-1:], flush=True)
+        return None
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def row(name: str, code: str, folder: Path, device: str, repeat: int, base: float) -> float:
+    results = [result for _ in range(repeat) if (result := run(code, folder, device))]
+    if not results:
+        return base
+    seconds = statistics.median(float(str(result["seconds"])) for result in results)
+    peak = statistics.median(float(str(result["peak"])) for result in results)
+    more = {key: value for key, value in results[-1].items() if key not in ("seconds", "peak")}
+    print(
+        f"{name:<48}{seconds:>9.2f}{seconds / (base or seconds):>12.1f}{peak / 1e6:>10.0f}   {more or ''}", flush=True
+    )
+    return base or seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["dense", "experts", "devices"])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--experts", type=int, default=512)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="leave the common procedure out")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / "model"
+        script = [sys.executable, str(Path(__file__).with_name("checkpoints.py"))]
+        shape = ["llama", str(folder), "--hidden", "4096", "--mlp", "11008", "--layers", str(given.layers)]
+        if given.kind == "experts":
+            shape = ["experts", str(folder), "--experts", str(given.experts)]
+        print(subprocess.run([*script, *shape], check=True, capture_output=True, text=True).stdout.strip())
+        subprocess.run(
+            [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(), torch.__version__)"], check=True
+        )
+        print(f"{'procedure':<48}{'seconds':>9}{'× shardesd':>12}{'host MB':>10}")
+        base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
+        if given.kind == "devices":
+            row("shardesd scan --device cuda:0,cuda:1", SHARDESD, folder, "cuda:0,cuda:1", given.repeat, base)
+            return
+        row("read every file once", READ, folder, "", given.repeat, base)
+        row("one at a time: read, float64 Gram, eigvalsh", SEQUENTIAL, folder, "", 1, base)
+        if not given.quick:
+            row("load all, fp32 torch.linalg.svdvals", COMMON, folder, "", 1, base)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""On a GPU: each batched solver against float64 SVD on the CPU, and what happens without memory or convergence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from shardesd import spectra
+from shardesd.checkpoint import StoredMatrix
+from shardesd.engine import Device, Engine, Task
+from shardesd.spectra import cusolver, eigen, two_stage
+
+pytestmark = pytest.mark.gpu
+
+
+def kinds(n: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(n)
+    W = rng.standard_normal((n, n + n // 2))
+    return {
+        "gaussian": W,
+        "heavy": rng.standard_t(1.5, W.shape),
+        "low rank": W[:, :3] @ W[:3],
+        "zero rows": np.where(np.arange(n)[:, None] % 3 == 0, 0.0, W),
+        "duplicate rows": W[np.arange(n) // 2],
+        "clustered": np.eye(n, n + n // 2) + 1e-9 * W,
+        "graded": W * np.logspace(0, -12, n)[:, None],
+        "identity": np.eye(n, n + n // 2),
+        "zero": 0 * W,
+        "all equal": np.ones(W.shape),
+        "bf16": (W.astype(np.float32).view(np.uint32) & 0xFFFF0000).view(np.float32).astype(np.float64),
+        "block diagonal": np.where((np.arange(n)[:, None] // 7) == (np.arange(n + n // 2) // 7), W, 0.0),
+        "tridiagonal": np.where(np.abs(np.arange(n)[:, None] - np.arange(n + n // 2)) <= 1, W, 0.0),
+    }
+
+
+def solvers() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    found = {"engine's choice": lambda grams: torch.from_numpy(eigen.eigvalsh_many(grams))}
+    if two_stage.unavailable_reason(torch.device("cuda", 0)) is None:
+
+        def ours(grams: torch.Tensor) -> torch.Tensor:
+            eigs, verdict = two_stage.eigvalsh_batched(grams)
+            two_stage.recompute(grams, eigs, verdict)
+            return eigs
+
+        found["two_stage"] = ours
+    if cusolver.available():
+        found["cusolver"] = lambda grams: cusolver.eigvalsh_batched(grams.clone())[0]
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3, 31, 32, 33, 64, 65, 127, 300, 517])
+def test_every_solver_and_kind(n: int) -> None:
+    matrices = kinds(n)
+    grams = torch.from_numpy(np.stack([W @ W.T for W in matrices.values()])).cuda()
+    for solver, solve in solvers().items():
+        eigs = solve(grams.clone()).cpu().numpy()
+        for at, (kind, W) in enumerate(matrices.items()):
+            expected = np.linalg.svd(W, compute_uv=False)[::-1] ** 2
+            error = np.abs(np.maximum(eigs[at], 0) - expected).max()
+            assert error <= 1e-13 * max(expected[-1], 1e-300) * 10, f"{solver}, {kind}, n = {n}: {error}"
+
+
+def test_hopeless_matrices_do_not_harm_the_others_of_their_batch() -> None:
+    rng = np.random.default_rng(0)
+    matrices = [rng.standard_normal((200, 90)).astype(np.float32) for _ in range(12)]
+    matrices[3][5, 5] = np.nan
+    matrices[7][:] = 0
+    matrices[9][0, 0] = np.inf
+
+    def opened(W: np.ndarray) -> Callable[[], object]:
+        from contextlib import nullcontext
+
+        return lambda: nullcontext([StoredMatrix(W, "F32")])
+
+    results = spectra.compute_many([opened(W) for W in matrices], n=90, device="cuda:0", resolve=1e-5)
+    for at, (W, result) in enumerate(zip(matrices, results, strict=True)):
+        if at in (3, 7, 9):
+            assert isinstance(result, Exception)
+            assert ("all zeros" if at == 7 else "NaN or Inf") in str(result)
+        else:
+            assert not isinstance(result, Exception)
+            expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+            assert np.abs(result.eigs - expected).max() <= 1e-12 * expected[-1]
+
+
+def test_no_memory_on_a_real_gpu_means_the_cpu() -> None:
+    free, _ = torch.cuda.mem_get_info(0)
+
+    def hungry(device: str) -> str:
+        if device != "cpu":
+            torch.empty(free * 2, dtype=torch.uint8, device=device)
+        return device
+
+    engine = Engine(
+        (Device("cuda:0", slots=2),),
+        budget=10**9,
+        prepare=lambda device: spectra.prepare_worker(device.name, device.threads),
+        classify=spectra.trouble,
+    )
+    outcomes = list(engine.map(Task(key=i, run=hungry if i == 2 else lambda device: device) for i in range(6)))
+    assert {o.key: o.value for o in outcomes} == {i: "cpu" if i == 2 else "cuda:0" for i in range(6)}
+
+
+def test_no_convergence_falls_back_to_the_svd(monkeypatch: pytest.MonkeyPatch) -> None:
+    def diverge(grams: torch.Tensor) -> np.ndarray:
+        return np.full(grams.shape[:2], np.nan)
+
+    monkeypatch.setattr("shardesd.spectra.solve.eigvalsh_many", diverge)
+    W = np.random.default_rng(1).standard_normal((50, 80)).astype(np.float32)
+    from contextlib import nullcontext
+
+    (result,) = spectra.compute_many([lambda: nullcontext([StoredMatrix(W, "F32")])], n=50, device="cuda:0")
+    assert not isinstance(result, Exception)
+    assert result.solver == "svd"
+    expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+    assert np.abs(result.eigs - expected).max() <= 1e-12 * expected[-1]
+
+
+def test_repeated_batches_are_bit_identical() -> None:
+    grams = torch.from_numpy(np.stack([W @ W.T for W in kinds(300).values()])).cuda()
+    first = eigen.eigvalsh_many(grams.clone())
+    assert all(np.array_equal(first, eigen.eigvalsh_many(grams.clone())) for _ in range(100))
