@@ -222,16 +222,16 @@ class Pipeline:
             most=spectra.batch_size(n),
         )
 
-    def _by_blocks(self, item: MatrixRef, shard: Shard) -> bool:
-        """Whether it is read block by block, each byte once, or, where it is wide, only if it is too large to hold."""
+    def _by_blocks(self, item: MatrixRef, shard: Shard, device: str = "cpu") -> bool:
+        """Whether it is read block by block: rows once; columns, which a CPU needs of a wide one, again and again."""
         plain = item.fold is None and item.pick is None and item.slices == 1
         if not plain or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
             return False
-        return item.M >= item.N or item.tensor.nbytes > self.engine.budget // 8
+        return item.M >= item.N or device != "cpu" or item.tensor.nbytes > self.engine.budget // 8
 
     @contextmanager
-    def _matrices(self, item: MatrixRef, shard: Shard) -> Iterator[Sequence[Matrix]]:
-        if self._by_blocks(item, shard):
+    def _matrices(self, item: MatrixRef, shard: Shard, device: str) -> Iterator[Sequence[Matrix]]:
+        if self._by_blocks(item, shard, device):
             yield [ShardMatrix(shard, item.tensor)]
         else:
             with shard.read(item.tensor) as raw:
@@ -239,14 +239,14 @@ class Pipeline:
                 yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
 
     def _analyse(self, item: MatrixRef, shard: Shard, device: str) -> _Work:
-        with self._matrices(item, shard) as parts:
+        with self._matrices(item, shard, device) as parts:
             spectrum = spectra.compute(parts, scale=item.scale, device=device, **self._how())
         return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
 
     def _analyse_many(self, tasks: Sequence[Task[_Key, _Work]], device: str) -> list[Outcome[_Key, _Work]]:
         items = [task.key.item for task in tasks]
         opened = [
-            partial(self._matrices, item, self._open[task.key.shard].shard)
+            partial(self._matrices, item, self._open[task.key.shard].shard, device)
             for task, item in zip(tasks, items, strict=True)
             if isinstance(item, MatrixRef)
         ]

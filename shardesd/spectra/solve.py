@@ -77,17 +77,28 @@ def compute_many(
     grams = torch.empty((len(opened), n, n), dtype=getattr(torch, width), device=device)
     errors: dict[int, Exception] = {}
     exponents = [0] * len(opened)
-    for at, open_ in enumerate(opened):
+
+    def fill(at: int, with_exponent: bool) -> None:
         try:
-            with open_() as (matrix,):
-                exponents[at] = _fill(matrix, grams[at], width)
+            with opened[at]() as (matrix,):
+                if with_exponent:
+                    exponents[at] = _refill(matrix, grams[at])
+                else:
+                    gram_cuda(matrix, grams[at])
         except Exception as error:
             if trouble(error) != "task":
                 raise
             errors[at] = error
             grams[at] = 0
+
+    for at in range(len(opened)):
+        fill(at, False)
+    # Looked at only now, so that the device never waits for the host between two matrices.
+    traces = grams.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float64).tolist()
+    for at, trace in enumerate(traces):
+        if at not in errors and not _in_range(trace, width):
+            fill(at, True)
     eigs_BN = eigvalsh_many(grams)
-    del grams
     share = (time.perf_counter() - started) / len(opened)
     results: list[Spectrum | Exception] = []
     for at, open_ in enumerate(opened):
@@ -175,6 +186,11 @@ def _fill(matrix: Matrix, gram: torch.Tensor, precision: Precision) -> int:
     gram_cuda(matrix, gram)
     if _in_range(float(gram.diagonal().sum(dtype=torch.float64)), precision):
         return 0
+    return _refill(matrix, gram)
+
+
+def _refill(matrix: Matrix, gram: torch.Tensor) -> int:
+    """As `_fill`, for a Gram that over- or underflowed."""
     exponent = _exponent(matrix)
     if exponent is None:
         gram.zero_()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _first = threading.Lock()
+_loaded: list[str] = []
 
 
 def prepare_worker(device: str, threads: int) -> None:
@@ -21,7 +22,9 @@ def prepare_worker(device: str, threads: int) -> None:
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
             torch.cuda.set_device(device)
-            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
+            if not _loaded:
+                torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
+                _loaded.append(device)
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 

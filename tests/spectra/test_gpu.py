@@ -22,7 +22,7 @@ def kinds(n: int) -> dict[str, np.ndarray]:
     return {
         "gaussian": W,
         "heavy": rng.standard_t(1.5, W.shape),
-        "low rank": W[:, :3] @ W[:3],
+        "low rank": W[:, :2] @ W[:2],
         "zero rows": np.where(np.arange(n)[:, None] % 3 == 0, 0.0, W),
         "duplicate rows": W[np.arange(n) // 2],
         "clustered": np.eye(n, n + n // 2) + 1e-9 * W,
