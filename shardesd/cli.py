@@ -69,7 +69,12 @@ def _root(
 
 
 Repo = Annotated[
-    str, typer.Argument(metavar="REPO", help="A folder or file, org/name, org/name@revision or hf://org/name@revision.")
+    str | None,
+    typer.Argument(
+        metavar="REPO",
+        show_default=False,
+        help="A folder or file, org/name, org/name@revision or hf://org/name@revision; a model or an adapter.",
+    ),
 ]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
 Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
@@ -108,8 +113,27 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More progress, a
 
 @app.command()
 def scan(
-    repo: Repo,
+    repo: Repo = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub repo.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option("--base", metavar="REPO", help="Base of an adapter, in place of what its config names."),
+    ] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option("--adapter", metavar="REPO", help="Merge it first; repeatable, in order.")
+    ] = None,
+    minus: Annotated[str | None, typer.Option("--minus", metavar="REPO", help="Analyse the difference to it.")] = None,
+    delta: Annotated[bool, typer.Option("--delta", help="Analyse what adapters add, not the merged weights.")] = False,
+    round_to_base_dtype: Annotated[
+        bool, typer.Option("--round-to-base-dtype", help="Round merged weights to the base's element type.")
+    ] = False,
+    lora_alpha: Annotated[
+        float | None, typer.Option("--lora-alpha", metavar="X", help="α of LoRA weights without a config.")
+    ] = None,
+    allow_residual_base: Annotated[
+        bool,
+        typer.Option("--allow-residual-base", help="The base given is the one that pissa, olora … have changed."),
+    ] = False,
     out: Out = _OUTPUT.out,
     format: Format = _OUTPUT.format,
     device: Device = _SCAN.device,
@@ -145,13 +169,26 @@ def scan(
             include=tuple(include or ()),
             exclude=tuple(exclude or ()),
             embeddings=embeddings,
+            delta=delta,
+            round_to_base_dtype=round_to_base_dtype,
             device=device,
             max_memory=parse_size(max_memory),
             gpu_memory_fraction=gpu_memory_fraction,
             io=io,
         )
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)
-        _run(repo, revision, options, output, json=json, quiet=quiet, verbose=verbose)
+        what = {
+            "model": repo,
+            "revision": revision,
+            "base": base,
+            "adapter": tuple(adapter or ()),
+            "minus": minus,
+            "lora_alpha": lora_alpha,
+            "allow_residual_base": allow_residual_base,
+        }
+        if repo is None and base is None:
+            raise typer.BadParameter("name a model or an adapter (or --base and --adapter)", param_hint="REPO")
+        _run(what, options, output, json=json, quiet=quiet, verbose=verbose)
 
 
 @app.command()
@@ -167,12 +204,11 @@ def demo(
 
     with _errors(verbose):
         output = OutputOptions(out=out, overwrite=overwrite)
-        _run(str(minilm()), None, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
+        _run({"model": minilm()}, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
 
 
 def _run(
-    repo: str,
-    revision: str | None,
+    what: dict[str, Any],
     options: ScanOptions,
     output: OutputOptions,
     *,
@@ -193,8 +229,7 @@ def _run(
             show(event)
 
         result = run(
-            repo,
-            revision=revision,
+            **what,
             out=output.out,
             format=output.format,
             overwrite=output.overwrite,
@@ -222,7 +257,7 @@ def _errors(verbose: bool) -> Iterator[None]:
     """One line on stderr and exit code 1 for what a user can mend; a traceback only when it is asked for."""
     try:
         yield
-    except typer.Exit:
+    except (typer.Exit, typer.BadParameter):
         raise
     except ShardesdError as error:
         _fail(str(error), verbose)

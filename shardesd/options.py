@@ -42,6 +42,10 @@ class ScanOptions:
     """Globs on longnames; what matches one is left out."""
     embeddings: bool = False
     """Analyse token and position embeddings too."""
+    delta: bool = False
+    """Analyse what adapters add, ΔW, instead of the merged weights."""
+    round_to_base_dtype: bool = False
+    """Round merged weights to the base's element type, as peft's own merge does."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda``, or a list such as ``cuda:0,cuda:2``."""
     max_memory: int | None = None

@@ -218,7 +218,7 @@ class Pipeline:
             cost=flops,
             # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
             deadline=120 + flops / 1e9 + item.tensor.nbytes / 1e6,
-            group=n if item.slices == 1 and item.scale == 1 and options.solver != "svd" else None,
+            group=n if item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta else None,
             most=spectra.batch_size(n),
         )
 
@@ -239,6 +239,10 @@ class Pipeline:
                 yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
 
     def _analyse(self, item: MatrixRef, shard: Shard, device: str) -> _Work:
+        factors = shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
+        if factors is not None:
+            spectrum = spectra.compute_product(*factors)
+            return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
         with self._matrices(item, shard, device) as parts:
             spectrum = spectra.compute(parts, scale=item.scale, device=device, **self._how())
         return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
@@ -335,6 +339,8 @@ class Pipeline:
         mine = matrices.tie_order(tensor.name)
         for other, other_shard in among:
             alike = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+            if {tensor.name, other.name} & self.checkpoint.distinct:
+                continue
             if alike and matrices.tie_order(other.name) < mine and _equal(tensor, shard, other, other_shard):
                 return other
         return None

@@ -7,21 +7,21 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, fields, replace
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardesd import matrices, spectra
-from shardesd.checkpoint import Checkpoint, open_checkpoint, open_live
 from shardesd.engine import Engine, available_memory, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
+from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
 from shardesd.records import Event, Notice, Row, ScanFinished, ScanStarted
 from shardesd.results import MemoryStore, ModelStore, Result
-from shardesd.source import open_source
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 
 
 def scan(
-    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor],
+    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
     *,
     revision: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    minus: str | os.PathLike[str] | None = None,
+    lora_alpha: float | None = None,
+    allow_residual_base: bool = False,
     out: str | os.PathLike[str] | None = None,
     format: str = "csv",
     overwrite: bool = False,
@@ -44,23 +49,40 @@ def scan(
     """The spectra and metrics of every weight matrix of `model`.
 
     `model` is a local folder or file, a Hub repo (``org/name``, ``org/name@revision``, ``hf://…``), a live
-    `torch.nn.Module` or a state dict. With `out`, tables are written there and an unfinished scan is continued;
-    without it nothing is written. `changes` are fields of `ScanOptions` (``fix_fingers="DKS"``). Once `stop` is set,
-    the matrices in flight are finished and an incomplete result is given. Raises `ShardesdError`.
+    `torch.nn.Module` (a `peft.PeftModel` too) or a state dict. An adapter is merged into its base, which `base` names
+    in place of the adapter's own config; `adapter` names one or several to be merged, in order, into `model` or
+    `base`. `minus` is a checkpoint to be subtracted. `lora_alpha` is α of LoRA weights without a config;
+    `allow_residual_base` says that the base given is the one that an initialisation such as pissa has changed.
+
+    With `out`, tables are written there and an unfinished scan is continued; without it nothing is written. `changes`
+    are fields of `ScanOptions` (``fix_fingers="DKS"``). Once `stop` is set, the matrices in flight are finished and an
+    incomplete result is given. Raises `ShardesdError`.
     """
     output = None
     if out is not None:
         output = OutputOptions(out=os.fspath(out), format=format, overwrite=overwrite, show_skipped=show_skipped)
-    run = _Scan(model, revision, _options(options, changes), output, on_event, stop, show_skipped)
+    what = What(
+        model=model,
+        revision=revision,
+        base=base,
+        adapters=(adapter,) if isinstance(adapter, (str, os.PathLike)) else tuple(adapter),
+        minus=minus,
+        lora_alpha=lora_alpha,
+        allow_residual_base=allow_residual_base,
+    )
+    run = _Scan(what, _options(options, changes), output, on_event, stop, show_skipped)
     for _ in run.rows():
         pass
     return run.result()
 
 
 def stream(
-    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor],
+    model: str | os.PathLike[str] | torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
     *,
     revision: str | None = None,
+    base: str | os.PathLike[str] | None = None,
+    adapter: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    minus: str | os.PathLike[str] | None = None,
     options: ScanOptions | None = None,
     on_event: Callable[[Event], None] | None = None,
     **changes: Any,
@@ -69,7 +91,9 @@ def stream(
 
     Arguments as for `scan`. Closing the iterator ends the scan.
     """
-    return _Scan(model, revision, _options(options, changes), None, on_event, None).rows()
+    adapters = (adapter,) if isinstance(adapter, (str, os.PathLike)) else tuple(adapter)
+    what = What(model=model, revision=revision, base=base, adapters=adapters, minus=minus)
+    return _Scan(what, _options(options, changes), None, on_event, None).rows()
 
 
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
@@ -83,8 +107,7 @@ def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOpt
 class _Scan:
     def __init__(
         self,
-        model: Any,
-        revision: str | None,
+        what: What,
         options: ScanOptions,
         output: OutputOptions | None,
         on_event: Callable[[Event], None] | None,
@@ -96,13 +119,19 @@ class _Scan:
         self._output = output
         self._emit = on_event or (lambda event: None)
         self._stop = stop or threading.Event()
-        self._checkpoint = _open(model, revision, options.io)
-        source = self._checkpoint.source
-        self._template = Row(model_id=source.model_id, revision=source.revision, longname="")
+        opened = self._opened = open_what(what, options)
+        self._checkpoint = opened.checkpoint
+        self._template = Row(
+            model_id=opened.model_id,
+            revision=opened.revision,
+            is_adapter=opened.is_adapter,
+            source_model=opened.source_model,
+            longname="",
+        )
         self._store: ModelStore | MemoryStore = (
-            MemoryStore(source.model_id, source.revision, show_skipped=show_skipped)
+            MemoryStore(opened.model_id, opened.revision, show_skipped=show_skipped)
             if output is None
-            else ModelStore(output.out, source.model_id, source.revision, output.format, show_skipped=show_skipped)
+            else ModelStore(output.out, opened.model_id, opened.revision, output.format, show_skipped=show_skipped)
         )
         self._skipped: dict[str, Row] = {}
         self._files: tuple[Path, ...] = ()
@@ -112,7 +141,7 @@ class _Scan:
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
         devices = discover(self._options.device, self._options.gpu_memory_fraction)
-        with self._store:
+        with closing(self._checkpoint), self._store:
             begun = self._store.begin(
                 self._fingerprint(), overwrite=self._output is not None and self._output.overwrite
             )
@@ -172,8 +201,8 @@ class _Scan:
         sizes = [shard.size for shard in checkpoint.shards]
         self._emit(
             ScanStarted(
-                model_id=checkpoint.source.model_id,
-                revision=checkpoint.source.revision,
+                model_id=self._opened.model_id,
+                revision=self._opened.revision,
                 commit=checkpoint.source.commit,
                 shards=len(checkpoint.shards),
                 total_bytes=None if None in sizes else sum(size or 0 for size in sizes),
@@ -184,7 +213,7 @@ class _Scan:
                 resumed=self._resumed,
             )
         )
-        for note in checkpoint.notes:
+        for note in (*self._opened.notes, *checkpoint.notes):
             self._emit(Notice(message=note))
 
     def _done_already(self, counts: Counter[str]) -> None:
@@ -196,7 +225,7 @@ class _Scan:
 
     def _finished(self, counts: Counter[str], *, interrupted: bool = False) -> ScanFinished:
         return ScanFinished(
-            model_id=self._checkpoint.source.model_id,
+            model_id=self._opened.model_id,
             analysed=counts["ok"],
             failed=counts["failed"],
             skipped=_reasons(self._skipped.values()),
@@ -216,8 +245,9 @@ class _Scan:
     def _provenance(self, devices: list[str]) -> dict[str, Any]:
         checkpoint = self._checkpoint
         return {
-            "model_id": checkpoint.source.model_id,
-            "revision": checkpoint.source.revision,
+            "model_id": self._opened.model_id,
+            "revision": self._opened.revision,
+            "source_model": self._opened.source_model,
             "commit": checkpoint.source.commit,
             "location": checkpoint.source.location,
             "shards": checkpoint.digests(),
@@ -236,14 +266,6 @@ class _Scan:
             "bytes_read": self._nbytes,
             "peak_memory_bytes": peak_memory(),
         }
-
-
-def _open(model: Any, revision: str | None, io: str) -> Checkpoint:
-    if isinstance(model, (str, os.PathLike)):
-        return open_checkpoint(open_source(model, revision=revision), io=io)
-    if revision is not None:
-        raise OptionError("a revision can be given only for a repo on the Hub, not for a live model")
-    return open_live(model)
 
 
 def _reasons(rows: Iterable[Row]) -> dict[str, int]:

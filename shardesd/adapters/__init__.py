@@ -17,6 +17,7 @@ from shardesd.adapters.edits import (
     rounding,
 )
 from shardesd.adapters.load import Adapter, adapter_from_tensors, adapters_from_peft, is_adapter, load_adapter
+from shardesd.adapters.merged import MergedCheckpoint, open_peft
 from shardesd.adapters.names import base_name, looks_like_adapter
 from shardesd.adapters.plan import MergePlan, Virtual, plan_merge
 
@@ -27,6 +28,7 @@ __all__ = [
     "Chain",
     "Edit",
     "MergePlan",
+    "MergedCheckpoint",
     "Merger",
     "Virtual",
     "adapter_from_tensors",
@@ -41,6 +43,7 @@ __all__ = [
     "load_adapter",
     "looks_like_adapter",
     "merged_shape",
+    "open_peft",
     "parse_config",
     "plan_merge",
     "resolve_chain",

@@ -9,11 +9,13 @@ from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, element_word, 
 from shardesd.checkpoint.interface import Checkpoint, Shard
 from shardesd.checkpoint.layout import adapter_file
 from shardesd.checkpoint.live import LiveCheckpoint, open_live
+from shardesd.checkpoint.minus import MinusCheckpoint
 
 __all__ = [
     "SUPPORTED",
     "Checkpoint",
     "LiveCheckpoint",
+    "MinusCheckpoint",
     "Shard",
     "ShardMatrix",
     "StoredCheckpoint",

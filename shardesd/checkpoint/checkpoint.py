@@ -55,6 +55,10 @@ class StoredShard:
         """See `Shard.in_blocks`."""
         return True
 
+    def factors(self, tensor: TensorRef) -> None:
+        """None: see `Shard.factors`."""
+        return
+
     def close(self) -> None:
         """See `Shard.close`."""
         self._reader.close()
@@ -85,6 +89,7 @@ class StoredCheckpoint:
 
     hints: Mapping[str, str] = MappingProxyType({})
     ties: Mapping[str, str] = MappingProxyType({})
+    distinct: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -137,6 +142,9 @@ class StoredCheckpoint:
         except BaseException:
             reader.close()
             raise
+
+    def close(self) -> None:
+        """Nothing to let go of: shards are closed one by one."""
 
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`: by the commit where there is one, else by the files' sizes and times."""

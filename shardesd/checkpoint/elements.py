@@ -45,8 +45,8 @@ def raw_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def element_word(raw: np.ndarray, stored: str) -> str:
-    """The dtype word of elements in hand: `stored`, unless they have been widened to float32 on the way."""
-    return "F32" if raw.dtype == np.float32 else stored
+    """The dtype word of elements in hand: `stored`, unless they have been widened on the way."""
+    return {"float32": "F32", "float64": "F64"}.get(raw.dtype.name, stored)
 
 
 class StoredMatrix:

@@ -56,6 +56,10 @@ class Shard(Protocol):
         """Whether reading some rows of a tensor costs about that part of reading all of it."""
         ...
 
+    def factors(self, tensor: TensorRef) -> tuple[np.ndarray, np.ndarray] | None:
+        """(left, right), float64, where the matrix is their product and was never multiplied out; else None."""
+        ...
+
     def close(self) -> None:
         """Let go of the file; arrays in use stay valid."""
         ...
@@ -101,6 +105,15 @@ class Checkpoint(Protocol):
     @property
     def ties(self) -> Mapping[str, str]:
         """Name of a tensor that is another one's memory → that other one's name; {} for files."""
+        ...
+
+    @property
+    def distinct(self) -> frozenset[str]:
+        """Tensors that are no other one's copy, whatever their stored bytes say: an adapter changes them."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was opened beside the shards."""
         ...
 
     @property

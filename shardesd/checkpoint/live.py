@@ -139,6 +139,10 @@ class LiveShard:
         """False: it is in memory already, and a part of it may cost a copy from a device."""
         return False
 
+    def factors(self, tensor: TensorRef) -> None:
+        """None."""
+        return
+
     def close(self) -> None:
         """Nothing to let go of."""
 
@@ -153,6 +157,7 @@ class LiveCheckpoint:
     """Tensors in memory as one pseudo-shard; made by `open_live`. A `Checkpoint`."""
 
     complete = True
+    distinct: frozenset[str] = frozenset()
 
     def __init__(
         self,
@@ -168,10 +173,14 @@ class LiveCheckpoint:
         self.ties = _ties(values, hints)
         self.notes = notes
         self.names = frozenset(values)
-        self._values = values
+        self.values = values
+        """Tensor name → the tensor itself."""
         self._tensors = _references(values, self.ties)
         self.source = LiveSource(model_id, max(tensor.end for tensor in self._tensors))
         self.shards = self.source.files()
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     def tensors(self) -> tuple[TensorRef, ...]:
         """See `Checkpoint.tensors`; those in `ties` have the bytes of the tensor they repeat."""
@@ -179,14 +188,14 @@ class LiveCheckpoint:
 
     def open(self, shard: ShardRef, path: Path) -> LiveShard:
         """See `Checkpoint.open`; there is one shard only, and no file."""
-        return LiveShard(shard, self._tensors, self._values, self._header_sha256())
+        return LiveShard(shard, self._tensors, self.values, self._header_sha256())
 
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`: by a sample of the elements of every tensor, so that a training step shows."""
         import torch
 
         sample = hashlib.sha256()
-        for name, value in self._values.items():
+        for name, value in self.values.items():
             if name not in self.ties and _unreadable(value) is None:
                 flat = _flat(value)[:: max(1, value.numel() // _SAMPLED_ELEMENTS)]
                 sample.update(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())

@@ -8,17 +8,16 @@ weights nor CUDA contexts need a copy per process. docs/architecture.md tells wh
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
 from shardesd.engine.ready import Ready
+from shardesd.engine.threads import close_at_exit, start
 from shardesd.engine.work import DeviceState, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
@@ -26,41 +25,8 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 
-_EXIT_SECONDS = 60.0
-_alive: set[threading.Thread] = set()
-_runs: weakref.WeakSet[_Run[Any, Any]] = weakref.WeakSet()
 
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
-
-
-def _start(target: Callable[..., None], name: str, *args: object) -> None:
-    """A thread that doesn't keep the interpreter alive, but is waited for when it exits.
-
-    A daemon thread that is within torch when the interpreter goes takes the whole process down (SIGABRT).
-    """
-
-    def run() -> None:
-        try:
-            target(*args)
-        finally:
-            _alive.discard(thread)
-
-    if not _registered:
-        _registered.append(atexit.register(_wait_at_exit))
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _alive.add(thread)
-    thread.start()
-
-
-_registered: list[object] = []
-
-
-def _wait_at_exit() -> None:
-    for run in list(_runs):  # of generators that were left open
-        run.close()
-    until = time.monotonic() + _EXIT_SECONDS
-    for thread in list(_alive):
-        thread.join(max(0.0, until - time.monotonic()))
 
 
 class _FeedError:
@@ -166,11 +132,11 @@ class _Run(Generic[K, T]):
         self._closed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._ready: Ready[K, T] = Ready()
-        _runs.add(self)
+        close_at_exit(self)
         self._places = [_Place[K, T](device) for device in engine.devices]
         for place in self._places:
             self._staff(place)
-        _start(self._feed, "shardesd-feeder", tasks)
+        start(self._feed, "shardesd-feeder", tasks)
 
     # The caller's thread
 
@@ -287,7 +253,7 @@ class _Run(Generic[K, T]):
         worker = _Worker(place)
         place.workers.append(worker)
         name = f"shardesd-{place.device.name}-{len(place.workers)}"
-        _start(self._work, name, worker)
+        start(self._work, name, worker)
 
     def _work(self, worker: _Worker[K, T]) -> None:
         device = worker.place.device

@@ -2,7 +2,7 @@
 
 from shardesd.spectra.eigen import batch_size, why_not_batched
 from shardesd.spectra.policy import trouble
-from shardesd.spectra.solve import compute, compute_many, device_bytes, work_bytes
+from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, work_bytes
 from shardesd.spectra.worker import blas_threads, prepare_worker
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "blas_threads",
     "compute",
     "compute_many",
+    "compute_product",
     "device_bytes",
     "prepare_worker",
     "trouble",

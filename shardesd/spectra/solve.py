@@ -120,6 +120,22 @@ def compute_many(
     return results
 
 
+def compute_product(left_Mr: np.ndarray, right_rN: np.ndarray) -> Spectrum:
+    """The r λ of left @ right that can be other than 0, from the QR of the factors; the product is never formed.
+
+    With left = Q₁R₁ and rightᵀ = Q₂R₂ the singular values of the product are those of R₁R₂ᵀ, which is r × r. Raises
+    `MatrixError` as `compute` does.
+    """
+    started = time.perf_counter()
+    for factor in (left_Mr, right_rN):
+        if not np.isfinite(factor).all():
+            raise MatrixError("NaN or Inf among the elements of its factors")
+    R1, R2 = (np.asarray(np.linalg.qr(factor, mode="r")) for factor in (left_Mr, right_rN.T))
+    core = R1 @ R2.T
+    eigs = np.linalg.svd(core, compute_uv=False)[::-1] ** 2
+    return _spectrum(eigs, "svd", "float64", "cpu", time.perf_counter() - started)
+
+
 def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto") -> int:
     """Host memory that `compute` takes at its peak for one M × N matrix on a CPU, beside the stored elements."""
     width = 4 if precision == "float32" else 8

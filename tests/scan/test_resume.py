@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 import shardesd
 import shardesd.scanner
+from shardesd.opening import What
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.records import MatrixStarted, RowDone
 
@@ -126,7 +127,9 @@ def test_ctrl_c_keeps_finished_rows_and_says_so(tmp_path: Path, number: int) -> 
 
 def test_two_scans_of_one_model_at_once(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "results"
-    rows = iter(shardesd.scanner._Scan(folder, None, ScanOptions(), OutputOptions(out=str(out)), None, None).rows())
+    rows = iter(
+        shardesd.scanner._Scan(What(model=folder), ScanOptions(), OutputOptions(out=str(out)), None, None).rows()
+    )
     next(rows)  # this process is in the middle of its scan
     second = process("scan", folder, "--out", out, "--quiet")
     assert second.returncode == 1

@@ -1,0 +1,55 @@
+"""Threads that don't keep the interpreter alive, but are waited for when it exits.
+
+A daemon thread that is within torch when the interpreter goes takes the whole process down (SIGABRT).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+_EXIT_SECONDS = 60.0  # a matrix in work is waited for so long
+
+
+class Closable(Protocol):
+    """What ends its threads when it is closed."""
+
+    def close(self) -> None: ...
+
+
+_alive: set[threading.Thread] = set()
+_open: weakref.WeakSet[Closable] = weakref.WeakSet()
+_registered: list[object] = []
+
+
+def start(target: Callable[..., None], name: str, *args: object) -> None:
+    """Starts a thread that `_wait` waits for."""
+
+    def run() -> None:
+        try:
+            target(*args)
+        finally:
+            _alive.discard(thread)
+
+    if not _registered:
+        _registered.append(atexit.register(_wait))
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    _alive.add(thread)
+    thread.start()
+
+
+def close_at_exit(what: Closable) -> None:
+    """Has `what` closed at exit, if it is still there: a generator that was left open, say."""
+    _open.add(what)
+
+
+def _wait() -> None:
+    for what in list(_open):
+        what.close()
+    until = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_alive):
+        thread.join(max(0.0, until - time.monotonic()))
