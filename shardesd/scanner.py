@@ -96,7 +96,7 @@ class _Scan:
         self._output = output
         self._emit = on_event or (lambda event: None)
         self._stop = stop or threading.Event()
-        self._checkpoint = _open(model, revision, options.io)
+        self._checkpoint = _open(model, revision, options)
         source = self._checkpoint.source
         self._template = Row(model_id=source.model_id, revision=source.revision, longname="")
         self._store: ModelStore | MemoryStore = (
@@ -238,9 +238,9 @@ class _Scan:
         }
 
 
-def _open(model: Any, revision: str | None, io: str) -> Checkpoint:
+def _open(model: Any, revision: str | None, options: ScanOptions) -> Checkpoint:
     if isinstance(model, (str, os.PathLike)):
-        return open_checkpoint(open_source(model, revision=revision), io=io)
+        return open_checkpoint(open_source(model, revision=revision), io=options.io, allow_pickle=options.allow_pickle)
     if revision is not None:
         raise OptionError("a revision can be given only for a repo on the Hub, not for a live model")
     return open_live(model)
