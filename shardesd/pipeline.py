@@ -157,6 +157,8 @@ class Pipeline:
                 state = self._open[ref.name] = _OpenShard(shard, number)
             self._opened = number
             state.kept = self.checkpoint.is_needed_later(ref.name)
+            if self.checkpoint.config != self._context.config:  # a GGUF file tells it itself, once it is here
+                self._context = replace(self._context, config=self.checkpoint.config)
             for tensor in shard.tensors:
                 seen.add(tensor.name)
                 self.numels[tensor.name] = tensor.numel

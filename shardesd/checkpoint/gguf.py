@@ -3,8 +3,9 @@
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, since a hostile one keeps the
 package's own reader busy for ever; block sizes, dequantisation and name maps are the package's.
 
-llama.cpp permutes the rows of some architectures' q and k matrices (for its rotary embedding). That is not undone: a
-spectrum doesn't depend on the order of rows.
+llama.cpp permutes the rows of some architectures' q and k matrices (within each head, for its rotary embedding). That
+is not undone: a spectrum doesn't depend on the order of rows. What it does to fused matrices is undone: a split would
+take the wrong rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from shardesd.checkpoint.gguf_names import hf_config, hf_name, is_transposed
+from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, rows_of, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
@@ -41,6 +42,9 @@ class Blocks(Encoding):
     type: str
     """ggml's name of the block type."""
     transposed: bool = False
+    heads: tuple[int, int] | None = None
+    """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
+    heads of q a group has, and how many groups there are."""
 
     @property
     def by_rows(self) -> bool:
@@ -49,9 +53,28 @@ class Blocks(Encoding):
 
     def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
         """See `Encoding.decode`."""
+        if self.heads is None:
+            at = matrix * self.shape[-2]
+            self._decode(read, at + start, at + stop, out)
+            return
+        size = self.shape[0] // ((self.heads[0] + 2) * self.heads[1])
+        row = start
+        while row < stop:  # head by head
+            end = min(stop, (row // size + 1) * size)
+            stored = self._head(row // size) * size + row % size
+            self._decode(read, stored, stored + end - row, out[row - start : end - start])
+            row = end
+
+    def _head(self, wanted: int) -> int:
+        """Which of the stored heads is the `wanted`-th."""
+        assert self.heads is not None
+        per, groups = self.heads
+        group, i = divmod(wanted, per + 2)
+        return group * per + i if i < per else (per + i - per) * groups + group
+
+    def _decode(self, read: Read, start: int, stop: int, out: np.ndarray) -> None:
         rows = self.codes.shape[0]
-        at = matrix * self.shape[-2]
-        first_row, last_row = (0, rows) if self.transposed else (at + start, at + stop)
+        first_row, last_row = (0, rows) if self.transposed else (start, stop)
         # A row of blocks grows up to 16 times on the way: ggml's kernels keep several copies in float32.
         for first, last in strips(last_row - first_row, 8 * self.codes.nbytes // rows):
             with read(rows_of(self.codes, first_row + first, first_row + last)) as raw:
@@ -101,7 +124,8 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
         if start + nbytes > parser.size:
             parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
         stored = _Stored(hf_name(name, config), shape, quantisation.name, start, start + nbytes)
-        tensors.append(_tensor(stored, shard, transposed=is_transposed(name, config)))
+        transposed = is_transposed(name, config)
+        tensors.append(_tensor(stored, shard, transposed=transposed, heads=fused_heads(name, shape, config)))
     return Header(
         tensors=tuple(sorted(tensors, key=_start)),
         metadata={},
@@ -120,14 +144,14 @@ class _Stored:
     end: int
 
 
-def _tensor(stored: _Stored, shard: str, *, transposed: bool) -> TensorRef:
+def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, int] | None) -> TensorRef:
     plain = _PLAIN.get(stored.type)
     transposed = transposed and len(stored.shape) == 2
     if plain is not None:
         tensor = TensorRef(
             name=stored.name, dtype=plain, shape=stored.shape, shard=shard, start=stored.start, end=stored.end
         )
-        if not transposed or plain not in ("F32", "F16"):
+        if not (transposed or heads) or plain not in ("F32", "F16", "BF16"):
             return tensor
         codes = tensor
     else:
@@ -144,6 +168,7 @@ def _tensor(stored: _Stored, shard: str, *, transposed: bool) -> TensorRef:
         codes=codes,
         type=stored.type,
         transposed=transposed,
+        heads=heads,
     )
     seen = decoded(encoding, stored.name)
     return seen if len(stored.shape) > 1 else replace(seen, shape=stored.shape)

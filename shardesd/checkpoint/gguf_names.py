@@ -109,6 +109,19 @@ def is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     return config.get("gguf_architecture") == "gpt2" and bool(_CONV1D.fullmatch(name))
 
 
+def fused_heads(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """For a fused qkv that llama.cpp sorted into all q, all k, all v, and Hugging Face keeps group by group: q heads of
+    a group, and groups."""
+    architecture = config.get("gguf_architecture")
+    if architecture not in ("gptneox", "bloom", "falcon") or not name.endswith(".attn_qkv.weight") or len(shape) != 2:
+        return None
+    heads = config.get("num_attention_heads", 0)
+    groups = config.get("num_key_value_heads", 1) if architecture == "falcon" else heads
+    if not heads or heads % groups or shape[0] % (heads + 2 * groups):
+        return None
+    return heads // groups, groups
+
+
 def hf_name(name: str, config: Mapping[str, Any]) -> str:
     """The tensor's name in the model that the file was made from; `name` itself where the package knows none."""
     architecture = config.get("gguf_architecture")
