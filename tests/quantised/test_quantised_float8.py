@@ -114,6 +114,14 @@ def test_a_cast_without_scales_is_the_weight(tmp_path: Path) -> None:
     assert labels(tmp_path) == {NAME: "fp8_e4m3", "conv.weight": "fp8_e4m3", "norm.weight": "F8_E4M3"}
 
 
+@pytest.mark.parametrize("scale", [random(4), random(4, 1, 1, 1), torch.tensor(0.3)])
+def test_kernels_of_convolutions(tmp_path: Path, scale: torch.Tensor) -> None:
+    kernel = codes(4, 3, 2, 2)
+    store(tmp_path, {"conv.weight": kernel, "conv.weight_scale": scale})
+    wide = scale.reshape(-1, 1, 1, 1) if scale.numel() > 1 else scale
+    assert same(decoded(tmp_path)["conv.weight"], kernel.float() * wide)
+
+
 def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
     store(tmp_path, {NAME: codes(24, 16)}, quantization={"quant_method": "fp8"})
     assert "without scales" in problems(tmp_path)[NAME]

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.checkpoint.quantised.codes import numbers
+from shardesd.errors import MatrixError
 from shardesd.records import TensorRef
 
 Read = Callable[[TensorRef], AbstractContextManager[np.ndarray]]
@@ -72,13 +73,15 @@ def by_rows(tensor: TensorRef) -> bool:
 def elements(tensor: TensorRef, read: Read, into: np.ndarray | None = None) -> np.ndarray:
     """The elements of a tensor with an encoding, or of a byte range of one: an array of its shape and dtype word.
 
-    They lie in `into` (flat uint8) where it is large enough.
+    They lie in `into` (flat uint8) where it is large enough. Raises `MatrixError`.
     """
     encoding = tensor.encoding
     assert isinstance(encoding, Encoding)
+    if not tensor.nbytes:
+        raise MatrixError(f"tensor '{tensor.name}' of shape {tensor.shape} has no elements")
     *_, rows, columns = encoding.shape
     width = 4 * columns
-    first, last = (tensor.start // width, -(-tensor.end // width)) if tensor.nbytes else (0, 0)
+    first, last = tensor.start // width, -(-tensor.end // width)
     size = (last - first) * width
     flat = np.empty(size, np.uint8) if into is None or len(into) < size else into[:size]
     out = flat.view(np.float32).reshape(last - first, columns)
@@ -89,7 +92,7 @@ def elements(tensor: TensorRef, read: Read, into: np.ndarray | None = None) -> n
         with np.errstate(all="ignore"):  # what becomes NaN or infinite here is seen where the spectrum is computed
             encoding.decode(read, matrix, start, start + count, out[row - first : row - first + count])
         row += count
-    at = tensor.start - first * width if tensor.nbytes else 0
+    at = tensor.start - first * width
     data = flat[at : at + tensor.nbytes]
     return data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
 

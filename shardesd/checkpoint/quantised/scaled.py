@@ -83,6 +83,7 @@ class Scaled(Encoding):
 
 def plain(codes: TensorRef) -> Scaled:
     """FP8 that was merely cast, without scales."""
+    codes = _rows(codes)
     return Scaled(label=_NAMES[codes.dtype], shape=codes.shape, codes=codes)
 
 
@@ -108,6 +109,10 @@ def scaled(
         raise Undecodable(f"its zero points are {zero.dtype} of shape {zero.shape}, its scales have {scale.shape}")
     if factor is not None and (factor.numel != 1 or factor.dtype not in SCALES):
         raise Undecodable(f"its second scale is {factor.dtype} of shape {factor.shape}")
+    if len(codes.shape) > 3 and scale.numel in (1, codes.shape[0]):  # a convolution's kernel, by output channel
+        scale = replace(scale, shape=(scale.numel, 1))
+        zero = replace(zero, shape=scale.shape) if zero is not None else None
+        codes = _rows(codes)
     stack, (rows, columns) = prod(codes.shape[:-2]), codes.shape[-2:]
     grid = _grid_shape(scale.shape, codes.shape)
     if not codes.numel or not scale.numel or scale.numel not in (prod(grid), stack * prod(grid)):
@@ -131,6 +136,12 @@ def bnb_int8(codes: TensorRef, scale: TensorRef) -> Scaled:
     column = replace(scale, shape=(codes.shape[0], 1))
     # 1/127 as bitsandbytes writes it (int8_vectorwise_dequant).
     return replace(scaled(codes, column), label="bnb_int8", times=7.874015718698502e-3)
+
+
+def _rows(codes: TensorRef) -> TensorRef:
+    """A convolution's kernel as a matrix, a row for each output channel; anything else as it is."""
+    rows = codes.shape[0]
+    return replace(codes, shape=(rows, codes.numel // max(1, rows))) if len(codes.shape) > 3 else codes
 
 
 def _grid_shape(scale: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, int]:
