@@ -247,7 +247,9 @@ def test_the_unchanged_ones_decode(tmp_path: Path, family: str) -> None:
     entries, quantization = FAMILIES[family]
     write(tmp_path / "model.safetensors", entries)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
-    (tensor,) = open_checkpoint(open_source(tmp_path)).tensors()
+    checkpoint = open_checkpoint(open_source(tmp_path))
+    (tensor,) = checkpoint.tensors()
+    assert checkpoint.names == {tensor.name}
     assert tensor.encoding is not None
     assert tensor.problem == ""
     check(tmp_path)

@@ -349,9 +349,9 @@ def test_sharded_bin_with_an_index(tmp_path: Path) -> None:
     index = tmp_path / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
     for place in (tmp_path, index):
-        assert [row.longname for row in shardesd.stream(place, allow_pickle=True)] == ["layers.0", "layers.1"]
+        assert shardesd.scan(place, allow_pickle=True).layers["longname"].to_list() == ["layers.0", "layers.1"]
     index.unlink()
-    assert [row.longname for row in shardesd.stream(tmp_path, allow_pickle=True)] == ["layers.0", "layers.1"]
+    assert shardesd.scan(tmp_path, allow_pickle=True).layers["longname"].to_list() == ["layers.0", "layers.1"]
 
 
 def test_safetensors_win_over_what_lies_beside_them(tmp_path: Path) -> None:
