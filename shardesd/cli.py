@@ -103,6 +103,9 @@ MaxMemory = Annotated[
 GpuFraction = Annotated[
     float, typer.Option("--gpu-memory-fraction", metavar="X", help="Of a GPU's free memory, how much may be taken.")
 ]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read .bin and .pt files where there is no safetensors.")
+]
 Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
 ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
@@ -149,6 +152,7 @@ def scan(
     embeddings: Embeddings = _SCAN.embeddings,
     max_memory: MaxMemory = "auto",
     gpu_memory_fraction: GpuFraction = _SCAN.gpu_memory_fraction,
+    allow_pickle: AllowPickle = _SCAN.allow_pickle,
     io: Io = _SCAN.io,
     overwrite: Overwrite = _OUTPUT.overwrite,
     show_skipped: ShowSkipped = _OUTPUT.show_skipped,
@@ -174,6 +178,7 @@ def scan(
             device=device,
             max_memory=parse_size(max_memory),
             gpu_memory_fraction=gpu_memory_fraction,
+            allow_pickle=allow_pickle,
             io=io,
         )
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)

@@ -72,7 +72,7 @@ def open_what(what: What, options: ScanOptions) -> Opened:
     if what.base is not None:
         raise OptionError(f"--base is for adapters, and {source.model_id} holds a model's own weights")
     _no_delta(options, source.model_id)
-    checkpoint = open_checkpoint(source, io=options.io)
+    checkpoint = _stored(source, options)
     return Opened(checkpoint=checkpoint, model_id=source.model_id, revision=source.revision)
 
 
@@ -100,7 +100,7 @@ def _difference(what: What, options: ScanOptions) -> Opened:
     pair = [open_source(place) for place in (_named(what.model), what.minus)]
     if what.revision is not None:
         pair[0] = open_source(_named(what.model), revision=what.revision)
-    one, other = (_complete(open_checkpoint(source, io=options.io)) for source in pair)
+    one, other = (_complete(_stored(source, options)) for source in pair)
     return Opened(
         checkpoint=MinusCheckpoint(one, other),
         model_id=f"{pair[0].model_id}-minus-{pair[1].model_id.rpartition('/')[2]}",
@@ -124,7 +124,7 @@ def _merged(
         lora_alpha=what.lora_alpha,
         allow_residual_base=what.allow_residual_base,
     )
-    checkpoint = _complete(open_checkpoint(chain.base, io=options.io))
+    checkpoint = _complete(_stored(chain.base, options))
     return Opened(
         checkpoint=MergedCheckpoint(
             checkpoint, chain.adapters, round_to_base=options.round_to_base_dtype, only_delta=options.delta
@@ -167,6 +167,10 @@ def _adapter(source: Source) -> bool:
         return is_adapter(file.name for file in source.files())
     with open_shard(ShardRef(name=source.file), source.path(source.file)) as shard:
         return looks_like_adapter(tensor.name for tensor in shard.tensors)
+
+
+def _stored(source: Source, options: ScanOptions) -> Checkpoint:
+    return open_checkpoint(source, io=options.io, allow_pickle=options.allow_pickle)
 
 
 def _complete(checkpoint: Any) -> Any:

@@ -52,6 +52,8 @@ class ScanOptions:
     """Bytes that weights and work arrays may take together; None: chosen from what is free."""
     gpu_memory_fraction: float = 0.8
     """Of a GPU's memory that is free when a scan begins, how much it may take: others may use the card too."""
+    allow_pickle: bool = False
+    """Read PyTorch's pickled files (``.bin``, ``.pt``) where there is no safetensors: tensors, nothing else."""
     io: str = "auto"
     """How local bytes are read: ``mmap``, ``pread``, or ``auto`` (mmap, and pread on network filesystems)."""
 
@@ -78,7 +80,7 @@ class ScanOptions:
     def numbers(self) -> dict[str, Any]:
         """The options that change a table's numbers or rows: what a finished result is compared by."""
         kept = asdict(self)
-        for name in ("device", "max_memory", "gpu_memory_fraction", "io"):
+        for name in ("device", "max_memory", "gpu_memory_fraction", "io", "allow_pickle"):
             del kept[name]
         return kept
 

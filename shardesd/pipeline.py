@@ -57,7 +57,7 @@ class _OpenShard:
     """Tasks that are not done yet."""
     planned: bool = False
     kept: bool = False
-    """It holds tensors that are looked at last (see `Pipeline._tied`)."""
+    """It holds tensors, or parts of some, that are looked at last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,7 @@ class Pipeline:
 
     def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, _Work]]:
         last: list[tuple[TensorRef, Shard]] = []
+        seen: set[str] = set()
         for number, (ref, path) in enumerate(fetcher, start=1):
             shard = self.checkpoint.open(ref, path)
             with self._lock:
@@ -155,7 +156,11 @@ class Pipeline:
                     return
                 state = self._open[ref.name] = _OpenShard(shard, number)
             self._opened = number
+            state.kept = self.checkpoint.is_needed_later(ref.name)
+            if self.checkpoint.config != self._context.config:  # a GGUF file tells it itself, once it is here
+                self._context = replace(self._context, config=self.checkpoint.config)
             for tensor in shard.tensors:
+                seen.add(tensor.name)
                 self.numels[tensor.name] = tensor.numel
             counts = {tensor.name: self._count(tensor) for tensor in shard.tensors}
             self._exact += sum(counts.values())
@@ -170,6 +175,11 @@ class Pipeline:
                     yield from self._planned(tensor, shard)
             state.planned = True
             self._left(ref.name, fetcher, 0)
+        # Quantised weights that lacked a part (a scale in a later shard) when their own shard was opened.
+        for tensor in self.checkpoint.tensors():
+            if tensor.name not in seen:
+                self.numels[tensor.name] = tensor.numel
+                last.append((tensor, self._open[tensor.shard].shard))
         # Whether a head is tied to an embedding can be told only when both are here; and the answer must not depend
         # on which shard holds which.
         for tensor, shard in sorted(last, key=lambda pair: matrices.tie_order(pair[0].name)):
@@ -303,7 +313,7 @@ class Pipeline:
             device=spectrum.device,
             seconds=round(outcome.seconds, 6),
         )
-        return Analysed(row=row, eigs=spectrum.eigs, nbytes=item.tensor.nbytes)
+        return Analysed(row=row, eigs=spectrum.eigs, nbytes=item.tensor.stored_nbytes)
 
     def _row(self, item: MatrixRef | Skip) -> Row:
         M, N = _sides(item)
@@ -312,11 +322,12 @@ class Pipeline:
             longname=item.longname,
             layer_index=item.layer_index,
             block_type=item.block_type,
-            dtype=item.tensor.dtype,
+            dtype=item.tensor.label,
             M=M,
             N=N,
             params=self.params(item.longname, item.numel if isinstance(item, MatrixRef) else item.tensor.numel),
             reason=item.note if isinstance(item, MatrixRef) else item.reason,
+            quantised=item.tensor.quantised,
         )
 
     def _skip(self, item: Skip) -> None:
@@ -337,11 +348,14 @@ class Pipeline:
     def _twin(self, tensor: TensorRef, shard: Shard, among: list[tuple[TensorRef, Shard]]) -> TensorRef | None:
         """The embedding that `tensor` repeats byte for byte, if it is a head or a second embedding that does."""
         mine = matrices.tie_order(tensor.name)
+        if not matrices.may_be_tied(tensor.name):
+            return None
         for other, other_shard in among:
             alike = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
             if {tensor.name, other.name} & self.checkpoint.distinct:
                 continue
-            if alike and matrices.tie_order(other.name) < mine and _equal(tensor, shard, other, other_shard):
+            first = matrices.may_be_tied(other.name) and matrices.tie_order(other.name) < mine
+            if alike and first and _equal(tensor, shard, other, other_shard):
                 return other
         return None
 

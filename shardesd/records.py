@@ -6,6 +6,7 @@ Shapes in names: ``W_MN`` is rows × columns, ``eigs_K`` the kept eigenvalues. S
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -28,9 +29,33 @@ class ShardRef:
     """The content's digest, where the source knows it (the Hub does for LFS files)."""
 
 
+class Encoding(Protocol):
+    """How a quantised weight is stored, and so how it is decoded; made by the checkpoint room."""
+
+    @property
+    def label(self) -> str:
+        """``fp8_e4m3[128x128]``, ``gptq4[g128]`` …"""
+        ...
+
+    @property
+    def quantised(self) -> bool:
+        """False for one that only lies in another order."""
+        ...
+
+    @property
+    def parts(self) -> tuple[TensorRef, ...]:
+        """The stored tensors that it is decoded from: codes, scales, zero points …"""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole decoded weight, which is float32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRef:
-    """One tensor as stored, known from a header alone."""
+    """One tensor, known from headers alone: as stored, or as a quantised weight is once decoded."""
 
     name: str
     dtype: str
@@ -42,17 +67,35 @@ class TensorRef:
     """First byte, counted from the beginning of the file."""
     end: int = 0
     """One past the last byte."""
+    encoding: Encoding | None = None
+    """Of a quantised weight. `dtype`, `shape`, `start` and `end` are then those of its decoded elements."""
+    problem: str = ""
+    """Why its elements can't be had, of a weight that ought to be analysed; `dtype` and `shape` are its codes'."""
 
     @property
     def nbytes(self) -> int:
         return self.end - self.start
 
     @property
+    def quantised(self) -> bool:
+        """Whether it is a quantised weight, decoded or not."""
+        return bool(self.problem) or (self.encoding is not None and self.encoding.quantised)
+
+    @property
+    def label(self) -> str:
+        """The element type as a user should see it."""
+        return self.dtype if self.encoding is None else self.encoding.label
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes that are read for it; for a part of a quantised weight, its share of the whole."""
+        if self.encoding is None:
+            return self.nbytes
+        return sum(part.nbytes for part in self.encoding.parts) * self.nbytes // max(1, 4 * prod(self.encoding.shape))
+
+    @property
     def numel(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +230,8 @@ class Row:
     seconds: float | None = None
     status: Status = "ok"
     reason: str = ""
+    quantised: bool = False
+    """The weight was decoded from a quantised one (or could not be): what quantisation did to it is in the numbers."""
 
 
 ROW_COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Row))

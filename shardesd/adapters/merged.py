@@ -114,6 +114,10 @@ class MergedCheckpoint:
         opened = self.base.open(shard, path)
         return MergedShard(opened, self._seen(shard.name, opened.tensors), self)
 
+    def is_needed_later(self, shard: str) -> bool:
+        """See `Checkpoint.is_needed_later`."""
+        return self.base.is_needed_later(shard)
+
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`."""
         return {"base": self.base.identity(), "adapters": [_digest(adapter) for adapter in self.adapters]}

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
+from shardesd.checkpoint import quantised
 from shardesd.checkpoint.elements import raw_dtype
+from shardesd.checkpoint.gguf import read_gguf
 from shardesd.checkpoint.header import DTYPE_BITS, Header, read_header
 from shardesd.checkpoint.index import Index
-from shardesd.checkpoint.layout import SUFFIX, find_layout, left_out
+from shardesd.checkpoint.layout import PICKLED, SUFFIX, find_layout, left_out
+from shardesd.checkpoint.pickled import read_pickled
 from shardesd.checkpoint.reader import Reader, unreadable
 from shardesd.errors import CheckpointError, NoWeights, ShardChanged
 from shardesd.records import ShardRef, TensorRef
@@ -25,10 +29,21 @@ if TYPE_CHECKING:
     from shardesd.source import Source
 
 
+_ANOTHER_FILE = "{} is another file than when the scan began: run again"
+
+
 class StoredShard:
     """An open safetensors file whose header has been checked: a `Shard`."""
 
-    def __init__(self, ref: ShardRef, reader: Reader, header: Header, tensors: tuple[TensorRef, ...]) -> None:
+    def __init__(
+        self,
+        ref: ShardRef,
+        reader: Reader,
+        header: Header,
+        tensors: tuple[TensorRef, ...],
+        elsewhere: quantised.Read | None = None,
+    ) -> None:
+        """`elsewhere` reads a part of a quantised weight that another shard holds."""
         self.ref = ref
         self.path = reader.path
         self.nbytes = header.size
@@ -36,6 +51,7 @@ class StoredShard:
         self.metadata = header.metadata
         self.header_sha256 = header.sha256
         self._reader = reader
+        self._elsewhere = elsewhere
 
     @property
     def io(self) -> str:
@@ -45,15 +61,20 @@ class StoredShard:
     @contextmanager
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """See `Shard.read`."""
-        bits = DTYPE_BITS[tensor.dtype]
-        if tensor.numel * bits != tensor.nbytes * 8 or not 0 <= tensor.start <= tensor.end <= self.nbytes:
-            raise ValueError(f"{tensor} is not a byte range of {self.ref.name}")
-        with self._reader.read(tensor.start, tensor.end, into) as data:
-            yield data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+        if tensor.encoding is not None:
+            yield quantised.elements(tensor, self._read_part, into)
+            return
+        with _read(self._reader, tensor, self.nbytes, into) as data:
+            yield data
+
+    def _read_part(self, tensor: TensorRef) -> AbstractContextManager[np.ndarray]:
+        if tensor.shard == self.ref.name or self._elsewhere is None:
+            return self.read(tensor)
+        return self._elsewhere(tensor)
 
     def in_blocks(self, tensor: TensorRef) -> bool:
         """See `Shard.in_blocks`."""
-        return True
+        return tensor.encoding is None or quantised.by_rows(tensor)
 
     def factors(self, tensor: TensorRef) -> None:
         """None: see `Shard.factors`."""
@@ -72,7 +93,7 @@ class StoredShard:
 
 def open_shard(ref: ShardRef, path: Path, *, io: str = "auto") -> StoredShard:
     """Open one safetensors file by itself. Raises `MalformedHeader` or `SourceError`."""
-    reader, header = _open(ref, path, io)
+    reader, header = _open(ref, path, io, {})
     return StoredShard(ref, reader, header, header.tensors)
 
 
@@ -81,7 +102,7 @@ class _Known:
     header_sha256: str
     size: int
     modified_ns: int
-    tensors: tuple[TensorRef, ...]
+    path: Path
 
 
 class StoredCheckpoint:
@@ -109,6 +130,14 @@ class StoredCheckpoint:
         self._io = io
         self._known: dict[str, _Known] = {}
         self._homes: dict[str, str] = {}
+        self._named = 0
+        """Stored tensors that `_names` was made from."""
+        self._names: frozenset[str] = frozenset()
+        self._described: dict[str, Any] = {}
+        """What a shard itself told of the model."""
+        self._modules = quantised.Modules(config)
+        self._weights: dict[str, list[TensorRef]] = {}
+        self._readers: WeakValueDictionary[str, Reader] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     @property
@@ -122,7 +151,10 @@ class StoredCheckpoint:
         if self._index is None and not self.complete:
             return None
         with self._lock:
-            return frozenset(self._homes).union(self._index.weight_map if self._index else ())
+            stored = self._homes.keys() | (self._index.weight_map.keys() if self._index else ())
+            if len(stored) != self._named:
+                self._named, self._names = len(stored), quantised.weight_names(stored)
+            return self._names
 
     @property
     def complete(self) -> bool:
@@ -131,14 +163,19 @@ class StoredCheckpoint:
 
     def tensors(self) -> tuple[TensorRef, ...]:
         """See `Checkpoint.tensors`."""
-        known = (self._known.get(shard.name) for shard in self.shards)
-        return tuple(tensor for shard in known if shard for tensor in shard.tensors)
+        with self._lock:
+            return tuple(tensor for shard in self.shards for tensor in self._weights.get(shard.name, ()))
+
+    def is_needed_later(self, shard: str) -> bool:
+        """See `Checkpoint.is_needed_later`."""
+        return self._modules.is_needed_later(shard)
 
     def open(self, shard: ShardRef, path: Path) -> StoredShard:
         """See `Checkpoint.open`."""
-        reader, header = _open(shard, path, self._io)
+        reader, header = _open(shard, path, self._io, self._described)
         try:
-            return StoredShard(shard, reader, header, self._learn(shard, header, reader.modified_ns))
+            tensors = self._learn(shard, header, reader)
+            return StoredShard(shard, reader, header, tensors, self._read_part)
         except BaseException:
             reader.close()
             raise
@@ -167,13 +204,14 @@ class StoredCheckpoint:
             }
         return digests
 
-    def _learn(self, shard: ShardRef, header: Header, modified_ns: int) -> tuple[TensorRef, ...]:
+    def _learn(self, shard: ShardRef, header: Header, reader: Reader) -> tuple[TensorRef, ...]:
         with self._lock:
+            self._readers[shard.name] = reader
             known = self._known.get(shard.name)
             if known:
-                if (known.header_sha256, known.modified_ns) != (header.sha256, modified_ns):
-                    raise ShardChanged(f"{shard.name} is another file than when the scan began: run again")
-                return known.tensors
+                if (known.header_sha256, known.modified_ns) != (header.sha256, reader.modified_ns):
+                    raise ShardChanged(_ANOTHER_FILE.format(shard.name))
+                return tuple(self._weights.get(shard.name, ()))
             tensors = self._index.select(shard.name, header.tensors) if self._index else header.tensors
             for tensor in tensors:
                 home = self._homes.setdefault(tensor.name, shard.name)
@@ -186,20 +224,43 @@ class StoredCheckpoint:
                 self._notes.append(
                     f"ignored {elsewhere} tensors of {shard.name} that {self._index.name} places elsewhere"
                 )
-            self._known[shard.name] = _Known(header.sha256, header.size, modified_ns, tensors)
-            return tensors
+            self._known[shard.name] = _Known(header.sha256, header.size, reader.modified_ns, reader.path)
+            self._described = header.config or self._described
+            self.config = self.config or self._described
+            promised = self._index.weight_map if self._index else None
+            found = self._modules.learn(
+                tensors, self._read_part, promised=promised, complete=self.complete, metadata=header.metadata
+            )
+            for tensor in found:
+                self._weights.setdefault(tensor.shard, []).append(tensor)
+            for name in {tensor.shard for tensor in found}:
+                self._weights[name].sort(key=_place)
+            return tuple(self._weights.get(shard.name, ()))
+
+    @contextmanager
+    def _read_part(self, tensor: TensorRef) -> Iterator[np.ndarray]:
+        """Part of a quantised weight, from whichever shard: one that is open, or is opened for it once more."""
+        known = self._known[tensor.shard]
+        with ExitStack() as stack:
+            reader = self._readers.get(tensor.shard)
+            if reader is None or reader.closed:
+                reader = stack.enter_context(Reader(known.path, self._io))
+                if reader.modified_ns != known.modified_ns:
+                    raise ShardChanged(_ANOTHER_FILE.format(tensor.shard))
+            yield stack.enter_context(_read(reader, tensor, known.size))
 
 
-def open_checkpoint(source: Source, *, io: str = "auto") -> StoredCheckpoint:
+def open_checkpoint(source: Source, *, io: str = "auto", allow_pickle: bool = False) -> StoredCheckpoint:
     """Find out what a source's checkpoint is made of, and check the headers of all its shards that are local.
 
-    `io` is how tensors are read (`reader.Reader`). Raises `NoWeights`, `MalformedIndex`, `MalformedHeader`,
+    `io` is how tensors are read (`reader.Reader`); PyTorch's pickled files are read only with `allow_pickle`. Raises
+    `NoWeights`, `MalformedIndex`, `MalformedHeader`,
     `CheckpointError` (a tensor in two shards) or what the source raises.
     """
     files = source.files()
     by_name = {file.name: file for file in files}
     try:
-        layout = find_layout(files, source.location, source.file)
+        layout = find_layout(files, source.location, source.file, allow_pickle=allow_pickle)
     except NoWeights:
         if source.partial:  # the list is of the cache alone: what is missing there may well exist
             source.path(f"model{SUFFIX}")
@@ -221,9 +282,27 @@ def open_checkpoint(source: Source, *, io: str = "auto") -> StoredCheckpoint:
     return checkpoint
 
 
-def _open(ref: ShardRef, path: Path, io: str) -> tuple[Reader, Header]:
+def _place(tensor: TensorRef) -> int:
+    """Where its bytes begin in its shard."""
+    return tensor.start if tensor.encoding is None else tensor.encoding.parts[0].start
+
+
+@contextmanager
+def _read(reader: Reader, tensor: TensorRef, size: int, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    bits = DTYPE_BITS[tensor.dtype]
+    if tensor.numel * bits != tensor.nbytes * 8 or not 0 <= tensor.start <= tensor.end <= size:
+        raise ValueError(f"{tensor} is not a byte range of {reader.path}")
+    with reader.read(tensor.start, tensor.end, into) as data:
+        yield data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+
+
+def _open(ref: ShardRef, path: Path, io: str, described: Mapping[str, Any]) -> tuple[Reader, Header]:
     reader = Reader(path, io)
     try:
+        if ref.name.endswith(".gguf"):
+            return reader, read_gguf(reader.file, ref.name, described)
+        if ref.name.endswith(PICKLED):
+            return reader, read_pickled(reader.file, ref.name)
         return reader, read_header(reader.file, ref.name)
     except OSError as error:
         reader.close()

@@ -25,6 +25,22 @@ _OTHERS: dict[str, type[np.generic]] = {
 _STRIP_ELEMENTS = 1 << 16
 """Elements converted at a time: small enough for the intermediate float32 to stay in the cache."""
 
+TORCH_WORDS = {
+    "bool": "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    **{f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)},
+}
+"""torch's names of element types → the format's words."""
+
 SUPPORTED = frozenset(_FLOATS)
 """The dtype words whose elements can be analysed."""
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
 from shardesd.errors import MalformedHeader
@@ -59,6 +59,8 @@ class Header:
     """Of the length and the JSON, as they lie in the file."""
     size: int
     """Bytes of the whole file."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """What the file itself tells of the model, in the words of a config.json (GGUF does)."""
 
 
 class _NotTheFormat(ValueError):

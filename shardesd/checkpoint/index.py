@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from shardesd.checkpoint.header import strict_json
-from shardesd.checkpoint.layout import SUFFIX, natural
+from shardesd.checkpoint.layout import PICKLED_INDEX_SUFFIX, SUFFIX, natural
 from shardesd.checkpoint.reader import unreadable
 from shardesd.errors import MalformedIndex
 from shardesd.records import TensorRef
@@ -40,8 +40,9 @@ class Index:
         for shard, tensors in self._tensors.items():
             if _leads_outside(shard):
                 raise MalformedIndex(f"{path}: tensor '{tensors[0]}': shard '{shard}' leads outside the checkpoint")
-            if not shard.endswith(SUFFIX):
-                raise MalformedIndex(f"{path}: tensor '{tensors[0]}': shard '{shard}' is not a safetensors file")
+            suffix = ".bin" if name.endswith(PICKLED_INDEX_SUFFIX) else SUFFIX
+            if not shard.endswith(suffix):
+                raise MalformedIndex(f"{path}: tensor '{tensors[0]}': shard '{shard}' is not a {suffix[1:]} file")
             if files is not None and shard not in files:
                 raise MalformedIndex(
                     f"{path}: tensor '{tensors[0]}': shard '{shard}' isn't there: get it, or name one file"

@@ -32,7 +32,11 @@ class Shard(Protocol):
 
     @property
     def tensors(self) -> tuple[TensorRef, ...]:
-        """In the order of their bytes; without those that the index places elsewhere."""
+        """In the order of their bytes; without those that the index places elsewhere.
+
+        Not the parts of quantised weights, but the weights as they are when decoded (`TensorRef.encoding`), once all
+        their parts are known.
+        """
         ...
 
     @property
@@ -44,6 +48,7 @@ class Shard(Protocol):
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         """The raw elements of a tensor, or of a part of one (a `TensorRef` narrowed to a byte range, in its own shape).
 
+        A quantised weight is decoded, its parts read wherever they lie.
         An array of `tensor.shape` and of `elements.raw_dtype`; F4 and F6, whose elements are no whole bytes, come as
         flat bytes. Valid until the context ends: its memory is used again (with `into`, flat uint8 and large enough to
         be read into, until the caller uses that again). Not to be written to. Any number of threads
@@ -123,6 +128,11 @@ class Checkpoint(Protocol):
 
     def tensors(self) -> tuple[TensorRef, ...]:
         """All tensors of the headers that are known, in reading order."""
+        ...
+
+    def is_needed_later(self, shard: str) -> bool:
+        """Whether a quantised weight that this shard holds a part of has other parts in another shard, which may not
+        be here yet: keep it open. Such a weight is in `tensors` once all its parts are known."""
         ...
 
     def open(self, shard: ShardRef, path: Path) -> Shard:

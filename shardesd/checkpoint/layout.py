@@ -3,6 +3,9 @@
 In this order: the shards that an index names; ``model.safetensors``; a complete numbered set
 (``model-00001-of-00003.safetensors`` …); else every safetensors file of the top folder. A single file that was named
 itself is the whole checkpoint. What is left out is said in a note.
+
+Only where there is no safetensors: PyTorch's pickled files (an index, ``pytorch_model.bin``, a numbered set), if they
+are allowed; a GGUF file, or a numbered set of them.
 """
 
 from __future__ import annotations
@@ -17,9 +20,15 @@ from shardesd.records import ShardRef
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+"""What PyTorch's own files end in."""
+PICKLED_INDEX_SUFFIX = ".bin.index.json"
+GGUF = ".gguf"
 _STEMS = ("model", "diffusion_pytorch_model")
 """The usual names of a model's weights, the preferred one first."""
-_NUMBERED = re.compile(r"(?P<stem>.+?)[-_.](?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+_PICKLED_STEMS = ("pytorch_model", "diffusion_pytorch_model", "model")
+_PICKLED = "{}: a pickled file is read with --allow-pickle only (allow_pickle=True in Python), tensors and nothing else"
+_NUMBERED = re.compile(r"(?P<stem>.+?)[-_.](?P<number>\d+)-of-(?P<count>\d+)\.(?:safetensors|bin|gguf)")
 _FOREIGN = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".tflite", ".pkl")
 
 
@@ -33,14 +42,21 @@ class Layout:
     """In natural order; empty where there is an index."""
     why: str
     """What decided, for the notes on what is left out."""
+    pickled: bool = False
+    """Whether the shards are PyTorch's pickled files."""
 
 
-def find_layout(files: Sequence[ShardRef], place: str, named: str | None = None) -> Layout:
+def find_layout(
+    files: Sequence[ShardRef], place: str, named: str | None = None, *, allow_pickle: bool = False
+) -> Layout:
     """The layout of `files`; `place` is where they lie (a source's location), `named` the file that was named itself.
 
-    Raises `NoWeights` (saying what is there instead) or `MalformedIndex` (a numbered set with gaps, several sets).
+    Raises `NoWeights` (saying what is there instead, and that `allow_pickle` would read it) or `MalformedIndex` (a
+    numbered set with gaps, several sets).
     """
-    if named is not None and named.endswith(SUFFIX):
+    if named is not None and named.endswith((SUFFIX, GGUF, *PICKLED)):
+        if named.endswith(PICKLED) and not allow_pickle:
+            raise NoWeights(_PICKLED.format(place))
         shards = tuple(file for file in files if file.name == named)
         return Layout(index=None, shards=shards, why=f"{named} was named")
     top = {file.name: file for file in files if "/" not in file.name and not is_adapter(file.name)}
@@ -57,8 +73,33 @@ def find_layout(files: Sequence[ShardRef], place: str, named: str | None = None)
     why = f"{chosen[0]} and the others of its set are the model" if chosen else ""
     chosen = chosen or natural(weights)
     if not chosen:
-        raise NoWeights(_instead(files, place))
+        other = _pickled(top, place) or _gguf(top, place)
+        if other is None:
+            raise NoWeights(_instead(files, place))
+        if other.pickled and not allow_pickle:
+            raise NoWeights(_PICKLED.format(f"{place} holds no safetensors, only {other.why}"))
+        return other
     return Layout(index=None, shards=tuple(weights[name] for name in chosen), why=why)
+
+
+def _pickled(top: dict[str, ShardRef], place: str) -> Layout | None:
+    indices = [name for name in top if name.endswith(PICKLED_INDEX_SUFFIX)]
+    if indices:
+        index = _prefer(indices, PICKLED_INDEX_SUFFIX, place, "indices")
+        return Layout(index=index, shards=(), why=index.removesuffix(".index.json"), pickled=True)
+    # Other .bin files may be anything (training_args.bin): they must be named.
+    chosen = [f"{stem}.bin" for stem in _PICKLED_STEMS if f"{stem}.bin" in top][:1]
+    chosen = chosen or _numbered_set((name for name in top if name.endswith(".bin")), place)
+    shards = tuple(top[name] for name in chosen)
+    return Layout(index=None, shards=shards, why=chosen[0], pickled=True) if chosen else None
+
+
+def _gguf(top: dict[str, ShardRef], place: str) -> Layout | None:
+    names = natural(name for name in top if name.endswith(GGUF))
+    chosen = _numbered_set(names, place) or names
+    if len(chosen) > 1 and not _NUMBERED.fullmatch(chosen[0]):
+        raise NoWeights(f"{place} holds several GGUF files, {_some(chosen)}: name one")
+    return Layout(index=None, shards=tuple(top[name] for name in chosen), why=chosen[0]) if chosen else None
 
 
 def left_out(files: Iterable[ShardRef], layout: Layout, shards: Iterable[ShardRef]) -> list[str]:
@@ -95,7 +136,7 @@ def natural(names: Iterable[str]) -> list[str]:
 def _prefer(names: list[str], suffix: str, place: str, what: str) -> str:
     if len(names) == 1:
         return names[0]
-    for stem in _STEMS:
+    for stem in (*_STEMS, *_PICKLED_STEMS):
         if stem + suffix in names:
             return stem + suffix
     raise MalformedIndex(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardesd.checkpoint.elements import raw_dtype
+from shardesd.checkpoint import quantised
+from shardesd.checkpoint.elements import TORCH_WORDS, raw_dtype
 from shardesd.checkpoint.header import DTYPE_BITS
 from shardesd.errors import MatrixError, NotFound, NoWeights
 from shardesd.records import ShardRef, TensorRef
@@ -24,20 +25,6 @@ if TYPE_CHECKING:
 _SHARD = "memory"
 _SAMPLED_ELEMENTS = 4096
 """Of each tensor, for `LiveCheckpoint.identity`."""
-_WORDS = {
-    "bool": "BOOL",
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "complex64": "C64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    **{f"{sign}int{bits}": f"{letter}{bits}" for sign, letter in (("", "I"), ("u", "U")) for bits in (8, 16, 32, 64)},
-}
 
 
 def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | None = None) -> LiveCheckpoint:
@@ -109,22 +96,26 @@ class LiveShard:
     """All tensors of a live model: a `Shard`."""
 
     def __init__(
-        self, ref: ShardRef, tensors: tuple[TensorRef, ...], values: Mapping[str, torch.Tensor], header_sha256: str
+        self, ref: ShardRef, stored: tuple[TensorRef, ...], values: Mapping[str, torch.Tensor], header_sha256: str
     ) -> None:
+        """`stored`: the tensors as they lie in memory."""
         self.ref = ref
         self.path = Path(ref.name)
         self.nbytes = ref.size or 0
-        self.tensors = tensors
         self.metadata: dict[str, str] = {}
         self.header_sha256 = header_sha256
-        self._starts = {tensor.name: tensor.start for tensor in tensors}
+        self._starts = {tensor.name: tensor.start for tensor in stored}
         self._values = values
+        self.tensors = stored
 
     @contextmanager
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
         """See `Shard.read`. A tensor that lies contiguous in main memory is not copied."""
         import torch
 
+        if tensor.encoding is not None:
+            yield quantised.elements(tensor, self.read, into)
+            return
         value = self._values[tensor.name]
         why = _unreadable(value)
         if why is None and tensor.dtype not in DTYPE_BITS:
@@ -172,12 +163,16 @@ class LiveCheckpoint:
         self.hints = hints
         self.ties = _ties(values, hints)
         self.notes = notes
-        self.names = frozenset(values)
         self.values = values
         """Tensor name → the tensor itself."""
-        self._tensors = _references(values, self.ties)
-        self.source = LiveSource(model_id, max(tensor.end for tensor in self._tensors))
+        self._tensors: tuple[TensorRef, ...] = ()
+        self._stored = _references(values, self.ties)
+        self.source = LiveSource(model_id, max(tensor.end for tensor in self._stored))
         self.shards = self.source.files()
+        shard = self.open(self.shards[0], Path(_SHARD))
+        modules = quantised.Modules(config)
+        self._tensors = tuple(modules.learn(self._stored, shard.read, promised=None, complete=True))
+        self.names = frozenset(tensor.name for tensor in self._tensors)
 
     def close(self) -> None:
         """Nothing to let go of."""
@@ -186,9 +181,15 @@ class LiveCheckpoint:
         """See `Checkpoint.tensors`; those in `ties` have the bytes of the tensor they repeat."""
         return self._tensors
 
+    def is_needed_later(self, shard: str) -> bool:
+        """See `Checkpoint.is_needed_later`; there is one shard only."""
+        return False
+
     def open(self, shard: ShardRef, path: Path) -> LiveShard:
         """See `Checkpoint.open`; there is one shard only, and no file."""
-        return LiveShard(shard, self._tensors, self.values, self._header_sha256())
+        live = LiveShard(shard, self._stored, self.values, self._header_sha256())
+        live.tensors = self._tensors
+        return live
 
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`: by a sample of the elements of every tensor, so that a training step shows."""
@@ -207,7 +208,7 @@ class LiveCheckpoint:
         return {shard.name: {"size": shard.size, "sha256": None, "header_sha256": self._header_sha256()}}
 
     def _header_sha256(self) -> str:
-        lines = (f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n" for tensor in self._tensors)
+        lines = (f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n" for tensor in self._stored)
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -275,7 +276,7 @@ def _references(values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> 
         references.append(
             TensorRef(
                 name=name,
-                dtype=_WORDS.get(word, word.upper()),
+                dtype=TORCH_WORDS.get(word, word.upper()),
                 shape=tuple(value.shape),
                 shard=_SHARD,
                 start=start,

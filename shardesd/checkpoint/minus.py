@@ -85,6 +85,10 @@ class MinusCheckpoint:
         """See `Checkpoint.open`."""
         return MinusShard(self.one.open(shard, path), self)
 
+    def is_needed_later(self, shard: str) -> bool:
+        """See `Checkpoint.is_needed_later`."""
+        return self.one.is_needed_later(shard)
+
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`."""
         return {"one": self.one.identity(), "minus": self.other.identity()}

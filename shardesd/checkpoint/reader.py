@@ -73,6 +73,11 @@ class Reader:
         return "mmap" if self._maps else "pread"
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called: nothing more can be read."""
+        return self._closed
+
+    @property
     def modified_ns(self) -> int:
         """When the file was last changed, as of its opening."""
         return self._stamp[1]

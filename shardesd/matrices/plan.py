@@ -36,13 +36,18 @@ class Context:
 def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     """The matrices in `tensor`, and what of it is left out; never empty.
 
-    A tensor whose elements can't be analysed (FP8 and the like, packed codes) gives one `Skip` with status ``failed``,
-    where it would have given a matrix.
+    A tensor whose elements can't be analysed (packed codes that can't be decoded) gives one `Skip` with status
+    ``failed``, where it would have given a matrix.
     """
     name = _name(tensor.name, context)
     reason = eligible.reason_by_name(
         tensor.name, name.block_type, len(tensor.shape), context.names or frozenset(), context.options
-    ) or eligible.reason_by_shape(tensor)
+    )
+    if tensor.problem and not reason:
+        if eligible.is_excluded(name.longname, context.options):
+            return [_skip(name, tensor, eligible.EXCLUDED)]
+        return [replace(_skip(name, tensor, tensor.problem), status="failed")]
+    reason = reason or eligible.reason_by_shape(tensor)
     if reason:
         return [_skip(name, tensor, reason)]
     if tensor.dtype in eligible.INTEGERS:

@@ -59,7 +59,14 @@ STABLE_RANK = Column(
 SECONDS = Column(head="sec", width=5, cell=lambda row: number(row.seconds, 2, 5), room=20, long_head="seconds")
 N_TAIL = Column(head="n_tail", width=6, cell=lambda row: _whole(row.n_tail), room=20)
 ENTROPY = Column(head="entr.", width=5, cell=lambda row: number(row.entropy, 3, 5), room=20, long_head="entropy")
-DTYPE = Column(head="dtype", width=5, cell=lambda row: printable(row.dtype), room=40, left=True)
+DTYPE = Column(
+    # Without the groups of a quantised one: fp8_e4m3[128x128].
+    head="dtype",
+    width=8,
+    cell=lambda row: printable(row.dtype.partition("[")[0]),
+    room=40,
+    left=True,
+)
 DEVICE = Column(head="device", width=7, cell=lambda row: printable(row.device or DASH), room=40, left=True)
 
 LIVE = (

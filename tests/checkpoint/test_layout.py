@@ -178,7 +178,12 @@ def test_one_name_in_two_files(source: Any) -> None:
     [
         ({}, "holds no safetensors: it is empty"),
         ({"README.md": b""}, "holds no safetensors, only README.md"),
-        ({"pytorch_model.bin": b"", "x.gguf": b"", "a.txt": b""}, "only pytorch_model.bin, x.gguf: convert"),
+        ({"pytorch_model.h5": b"", "x.onnx": b"", "a.txt": b""}, "only pytorch_model.h5, x.onnx: convert"),
+        (
+            {"pytorch_model.bin": b"", "a.txt": b""},
+            "only pytorch_model.bin: a pickled file is read with --allow-pickle",
+        ),
+        ({"training_args.bin": b""}, "only training_args.bin: convert"),
         ({"unet/d.safetensors": b"", "vae/d.safetensors": b"", "model.onnx": b""}, "name one: {0}/unet, {0}/vae"),
         ({"adapter_model.safetensors": b"", "adapter_config.json": b"{}"}, "holds an adapter and no base model"),
     ],

@@ -25,7 +25,7 @@ from shardesd.results.tables import SCHEMA, read_table, table_bytes, to_frame, t
 DESIGN = """model_id, revision, is_adapter, source_model, longname, layer_index, block_type, dtype, M, N, num_evals,
 alpha, D, fit_xmin, fit_xmax, n_tail, sigma, fit_status, alpha_weighted, log_alpha_norm, norm, log_norm, spectral_norm,
 log_spectral_norm, stable_rank, matrix_rank, entropy, xmin, xmax, params, solver, precision, device, seconds, status,
-reason""".replace("\n", " ").split(", ")
+reason, quantised""".replace("\n", " ").split(", ")
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=8) | st.sampled_from(
     ["null", "NaN", "1", "true", '"', "a,b", "a\nb", "a\r\nb", " x ", "λ"]

@@ -35,12 +35,18 @@ def test_no_such_folder(tmp_path: Path, out: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "word"), [("pytorch_model.bin", ".bin"), ("model-Q4_K_M.gguf", "gguf"), ("flax_model.msgpack", "msgpack")]
+    ("file", "word"), [("pytorch_model.bin", ".bin"), ("model.onnx", "onnx"), ("flax_model.msgpack", "msgpack")]
 )
 def test_no_safetensors_names_what_is_there(tmp_path: Path, out: Path, file: str, word: str) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / file).write_bytes(b"x" * 100)
     fails("scan", tmp_path / "model", "--out", out, says=["no safetensors", word])
+
+
+def test_a_gguf_file_that_is_none(tmp_path: Path, out: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"x" * 100)
+    fails("scan", tmp_path, "--out", out, says=["model-Q4_K_M.gguf", "not a GGUF file"])
 
 
 def test_an_empty_folder(tmp_path: Path, out: Path) -> None:

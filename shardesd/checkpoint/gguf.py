@@ -1,0 +1,275 @@
+"""GGUF files: their header, their tensors as Hugging Face calls them, and their blocks dequantised by the gguf package.
+
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, since a hostile one keeps the
+package's own reader busy for ever; block sizes, dequantisation and name maps are the package's.
+
+llama.cpp permutes the rows of some architectures' q and k matrices (within each head, for its rotary embedding). That
+is not undone: a spectrum doesn't depend on the order of rows. What it does to fused matrices is undone: a split would
+take the wrong rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, BinaryIO, NoReturn
+
+import numpy as np
+
+from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed
+from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, rows_of, strips
+from shardesd.errors import MalformedHeader, MatrixError, NoWeights
+from shardesd.records import TensorRef
+
+MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {word: word for word in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
+_MOST_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks(Encoding):
+    """Rows of ggml blocks; or a plain matrix whose transpose is the weight."""
+
+    codes: TensorRef
+    """U8, (rows, bytes of a row); plain: in its own type, (rows, columns)."""
+    type: str
+    """ggml's name of the block type."""
+    transposed: bool = False
+    heads: tuple[int, int] | None = None
+    """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
+    heads of q a group has, and how many groups there are."""
+
+    @property
+    def by_rows(self) -> bool:
+        """See `Encoding.by_rows`."""
+        return not self.transposed
+
+    def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
+        """See `Encoding.decode`."""
+        if self.heads is None:
+            at = matrix * self.shape[-2]
+            self._decode(read, at + start, at + stop, out)
+            return
+        size = self.shape[0] // ((self.heads[0] + 2) * self.heads[1])
+        row = start
+        while row < stop:  # head by head
+            end = min(stop, (row // size + 1) * size)
+            stored = self._head(row // size) * size + row % size
+            self._decode(read, stored, stored + end - row, out[row - start : end - start])
+            row = end
+
+    def _head(self, wanted: int) -> int:
+        """Which of the stored heads is the `wanted`-th."""
+        assert self.heads is not None
+        per, groups = self.heads
+        group, i = divmod(wanted, per + 2)
+        return group * per + i if i < per else (per + i - per) * groups + group
+
+    def _decode(self, read: Read, start: int, stop: int, out: np.ndarray) -> None:
+        rows = self.codes.shape[0]
+        first_row, last_row = (0, rows) if self.transposed else (start, stop)
+        # A row of blocks grows up to 16 times on the way: ggml's kernels keep several copies in float32.
+        for first, last in strips(last_row - first_row, 8 * self.codes.nbytes // rows):
+            with read(rows_of(self.codes, first_row + first, first_row + last)) as raw:
+                values = self._numbers(raw)
+            if self.transposed:
+                out[:, first:last] = values[:, start:stop].T
+            else:
+                out[first:last] = values
+
+    def _numbers(self, raw: np.ndarray) -> np.ndarray:
+        import gguf
+
+        if self.type in ("F32", "F16"):
+            return raw.astype(np.float32)
+        try:
+            values: np.ndarray = gguf.quants.dequantize(raw.view(np.uint8), gguf.GGMLQuantizationType[self.type])
+        except NotImplementedError:
+            raise MatrixError(f"gguf {_version()} can't dequantise {self.type}") from None
+        return values
+
+
+def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
+    """The header of an open GGUF file.
+
+    `known` is the `Header.config` of the first file of a split set, whose others don't name their architecture. Raises
+    `MalformedHeader`; `NoWeights` without the gguf package.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise NoWeights(f"{file.name} is a GGUF file: pip install 'shardesd[gguf]' to read it") from None
+    parser = _Parser(file)
+    values, entries = parser.parse()
+    config = hf_config(values) or dict(known)
+    tensors = []
+    for name, shape, kind, offset in entries:
+        where = f"tensor {name!r}"
+        try:
+            quantisation = gguf.GGMLQuantizationType(kind)
+            block, size = gguf.GGML_QUANT_SIZES[quantisation]
+        except (ValueError, KeyError):
+            parser.refuse(f"{where}: type {kind} is not one that gguf {_version()} knows")
+        if not shape or shape[-1] % block:
+            parser.refuse(f"{where}: shape {shape} doesn't divide into blocks of {block}")
+        start = parser.data_start + offset
+        nbytes = prod(shape) // block * size
+        if start + nbytes > parser.size:
+            parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
+        stored = _Stored(hf_name(name, config), shape, quantisation.name, start, start + nbytes)
+        transposed = is_transposed(name, config)
+        tensors.append(_tensor(stored, shard, transposed=transposed, heads=fused_heads(name, shape, config)))
+    return Header(
+        tensors=tuple(sorted(tensors, key=_start)),
+        metadata={},
+        sha256=parser.sha256,
+        size=parser.size,
+        config=config,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    name: str
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    end: int
+
+
+def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, int] | None) -> TensorRef:
+    plain = _PLAIN.get(stored.type)
+    transposed = transposed and len(stored.shape) == 2
+    if plain is not None:
+        tensor = TensorRef(
+            name=stored.name, dtype=plain, shape=stored.shape, shard=shard, start=stored.start, end=stored.end
+        )
+        if not (transposed or heads) or plain not in ("F32", "F16", "BF16"):
+            return tensor
+        codes = tensor
+    else:
+        rows = prod(stored.shape[:-1])
+        width = (stored.end - stored.start) // max(1, rows)
+        codes = TensorRef(
+            name=stored.name, dtype="U8", shape=(rows, width), shard=shard, start=stored.start, end=stored.end
+        )
+    shape = stored.shape[::-1] if transposed else stored.shape if len(stored.shape) > 1 else (1, *stored.shape)
+    encoding = Blocks(
+        label=plain or stored.type.lower(),
+        shape=shape,
+        quantised=plain is None,
+        codes=codes,
+        type=stored.type,
+        transposed=transposed,
+        heads=heads,
+    )
+    seen = decoded(encoding, stored.name)
+    return seen if len(stored.shape) > 1 else replace(seen, shape=stored.shape)
+
+
+def _start(tensor: TensorRef) -> int:
+    return tensor.encoding.parts[0].start if tensor.encoding is not None else tensor.start
+
+
+class _Parser:
+    """Reads a header and never beyond `MAX_HEADER_BYTES`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._read = 0
+        self.where = str(file.name)
+        self.size = os.fstat(file.fileno()).st_size
+        self.data_start = 0
+
+    @property
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+    def parse(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
+        """Metadata by key (arrays as None), and (name, shape, type, offset) of each tensor."""
+        self._file.seek(0)
+        if self._bytes(4) != MAGIC:
+            self.refuse("not a GGUF file")
+        (version,) = self._unpack("I")
+        if version not in (2, 3):
+            self.refuse(f"version {version} of GGUF is not supported (2 and 3 are)")
+        tensors, keys = self._unpack("QQ")
+        values: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._string()
+            (kind,) = self._unpack("I")
+            values[key] = self._value(kind)
+        entries = list(self._entries(tensors))
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+            self.refuse(f"general.alignment {alignment!r} is not a power of two")
+        self.data_start = -(-self._read // alignment) * alignment
+        if any(offset % alignment for *_, offset in entries):
+            self.refuse("a tensor's offset is not aligned")
+        return values, entries
+
+    def refuse(self, why: str) -> NoReturn:
+        raise MalformedHeader(f"{self.where}: {why}")
+
+    def _entries(self, count: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+        seen = set()
+        for _ in range(count):
+            name = self._string()
+            if name in seen:
+                self.refuse(f"tensor {name!r} is there twice")
+            seen.add(name)
+            (dimensions,) = self._unpack("I")
+            if dimensions > _MOST_DIMENSIONS:
+                self.refuse(f"tensor {name!r} has {dimensions} dimensions")
+            shape = self._unpack(f"{dimensions}Q")[::-1]
+            kind, offset = self._unpack("IQ")
+            yield name, shape, kind, offset
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self._unpack(_SCALARS[kind])[0]
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY or depth > 4:
+            self.refuse(f"a value of type {kind}, which GGUF doesn't have, or arrays of arrays of arrays")
+        inner, count = self._unpack("IQ")
+        if inner in _SCALARS:
+            self._bytes(count * struct.calcsize(f"<{_SCALARS[inner]}"))
+        else:
+            for _ in range(count):
+                self._value(inner, depth + 1)
+        return None
+
+    def _string(self) -> str:
+        (length,) = self._unpack("Q")
+        return self._bytes(length).decode("utf-8", "backslashreplace")
+
+    def _unpack(self, layout: str) -> tuple[Any, ...]:
+        layout = f"<{layout}"
+        return struct.unpack(layout, self._bytes(struct.calcsize(layout)))
+
+    def _bytes(self, count: int) -> bytes:
+        self._read += count
+        if self._read > self.size:
+            self.refuse(f"the header leads beyond the file's {self.size} bytes: download it again")
+        if self._read > MAX_HEADER_BYTES:
+            self.refuse(f"a header of more than {MAX_HEADER_BYTES} bytes")
+        data = self._file.read(count)
+        if len(data) < count:
+            self.refuse("the header ends too early: download it again")
+        self._digest.update(data)
+        return data
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    return metadata.version("gguf")

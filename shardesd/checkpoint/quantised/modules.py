@@ -1,0 +1,277 @@
+"""Which stored tensors make up one quantised weight: told by their names, over the headers of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardesd.checkpoint.quantised import bitsandbytes, fp4, packed, scaled
+from shardesd.checkpoint.quantised.codes import FLOAT8
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded
+from shardesd.checkpoint.quantised.settings import Settings, torchao_types
+from shardesd.errors import MatrixError
+from shardesd.records import TensorRef
+
+_ToCome = Callable[[str], bool]
+"""Whether a tensor of this name may be in a shard whose header isn't known yet."""
+_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
+_TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
+"""torchao's tensors that keep one code an element."""
+_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Names of one way to store a weight, all of them ends that follow the module's name."""
+
+    kind: str
+    codes: str
+    others: tuple[str, ...]
+    weight: str = ".weight"
+
+
+_SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point")
+_FAMILIES = (
+    _Family("words", ".qweight", (".qzeros", ".scales", ".g_idx")),
+    _Family(
+        "packed",
+        ".weight_packed",
+        tuple(f".weight_{end}" for end in ("scale", "zero_point", "shape", "g_idx", "global_scale")),
+    ),
+    _Family("blocks", "_blocks", ("_scales",), ""),
+    _Family("torchao", "._weight_qdata", ("._weight_scale", "._weight_zero_point")),
+    _Family(
+        "codes",
+        ".weight",
+        (
+            *(f".weight{end}" for end in _SCALES),
+            *(".scale", ".scale_weight", ".pre_quant_scale", ".SCB", ".weight_format"),
+            *(f".weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
+            *_STATES,
+        ),
+    ),
+    # Parameters that are called weights nowhere: stacked experts.
+    _Family("codes", "", _SCALES, ""),
+)
+_ENDS = tuple({end for family in _FAMILIES for end in (family.codes, *family.others) if end not in ("", ".weight")})
+
+
+class Modules:
+    """Gathers headers as they come, and gives the tensors that a scan sees: weights as they are when decoded."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config`: the model's config.json."""
+        self._settings = Settings(config)
+        self._stored: dict[str, TensorRef] = {}
+        self._waiting: list[TensorRef] = []
+        self._crossing: set[str] = set()
+        self._types: dict[str, str] = {}
+
+    def learn(
+        self,
+        tensors: Iterable[TensorRef],
+        read: Read,
+        *,
+        promised: Collection[str] | None,
+        complete: bool,
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[TensorRef]:
+        """The tensors that are known for good once the header of one more shard is: its own, and those of earlier
+        shards that lacked a part till now.
+
+        `promised` are the names that an index lists, None without one; `complete`: no more shards follow. `read` is
+        used on small parts alone, whose content says how the others are laid out. `metadata` is the header's.
+        """
+        self._types.update(torchao_types(metadata or {}))
+        new = list(tensors)
+        self._stored.update((tensor.name, tensor) for tensor in new)
+        todo, self._waiting = [*self._waiting, *new], []
+
+        def to_come(name: str) -> bool:
+            return name not in self._stored and not complete and (promised is None or name in promised)
+
+        found = []
+        for tensor in todo:
+            for seen in self._judge(tensor, read, to_come, complete):
+                found.append(seen)
+                if seen.encoding is not None and len(shards := {part.shard for part in seen.encoding.parts}) > 1:
+                    self._crossing |= shards
+        return found
+
+    def is_needed_later(self, shard: str) -> bool:
+        """Whether a tensor that this shard holds a part of lacks another part, or has one in another shard."""
+        return shard in self._crossing or any(tensor.shard == shard for tensor in self._waiting)
+
+    def _judge(self, tensor: TensorRef, read: Read, to_come: _ToCome, complete: bool) -> Iterator[TensorRef]:
+        if tensor.encoding is not None or tensor.problem:  # the file's own format knows better
+            yield tensor
+            return
+        if tensor.name.endswith(_ENDS):
+            for family, base in _owners(tensor.name):
+                codes = self._stored.get(base + family.codes)
+                if codes is not None and self._is_codes(codes, family, base, to_come):
+                    return
+                if to_come(base + family.codes):
+                    self._waiting.append(tensor)
+                    return
+        found = self._family(tensor, to_come)
+        if found is None:
+            yield tensor
+            return
+        family, base = found
+        if any(to_come(base + end) for end in family.others):
+            self._waiting.append(tensor)
+            return
+        parts = {end: part for end in family.others if (part := self._stored.get(base + end)) is not None}
+        try:
+            encoding = self._encoding(family.kind, tensor, parts, read)
+        except (Undecodable, MatrixError) as error:
+            if complete:
+                why = f"quantised weight can't be decoded: {error}"
+                yield replace(tensor, name=base + family.weight, problem=why)
+            else:  # an index need not list all that its shards hold
+                self._waiting.append(tensor)
+            return
+        if encoding is None:
+            yield tensor
+        elif not parts and not complete:
+            self._waiting.append(tensor)
+        else:
+            seen = decoded(encoding, base + family.weight)
+            yield replace(seen, shape=tensor.shape) if seen.numel == tensor.numel and family.kind == "codes" else seen
+
+    def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[_Family, str] | None:
+        for family in _FAMILIES:
+            if tensor.name.endswith(family.codes):
+                base = tensor.name.removesuffix(family.codes)
+                if self._is_codes(tensor, family, base, to_come):
+                    return family, base
+        return None
+
+    def _is_codes(self, tensor: TensorRef, family: _Family, base: str, to_come: _ToCome) -> bool:
+        if family.kind == "blocks":
+            return tensor.dtype == "U8" and (f"{base}_scales" in self._stored or to_come(f"{base}_scales"))
+        if family.kind == "codes":
+            if len(tensor.shape) < 2:
+                return False
+            if family.weight and tensor.shape[-1] == 1:  # bitsandbytes' 4-bit codes, in words of any type
+                return any(base + end in self._stored or to_come(base + end) for end in _STATES) or (
+                    tensor.dtype in scaled.CODES
+                )
+            return tensor.dtype in scaled.CODES
+        return tensor.dtype in _INTEGERS or tensor.dtype in FLOAT8
+
+    def _encoding(self, kind: str, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
+        """How the weight is decoded; None for a tensor that is none of a quantised weight. Raises `Undecodable`."""
+        if kind == "words":
+            return self._words(codes, parts)
+        if kind == "packed":
+            return self._packed(codes, {end.removeprefix(".weight_"): part for end, part in parts.items()}, read)
+        if kind == "blocks":
+            return fp4.gpt_oss(codes, parts["_scales"])
+        if kind == "torchao":
+            scale = _required(parts, "._weight_scale")
+            kind = self._types.get(f"{codes.name.removesuffix('._weight_qdata')}.weight", "unknown tensor")
+            if kind not in _TORCHAO:
+                raise Undecodable(f"torchao's {kind} is not supported (only {', '.join(_TORCHAO)} are)")
+            return scaled.scaled(codes, scale, zero=parts.get("._weight_zero_point"))
+        return self._codes(codes, {end.removeprefix(".weight"): part for end, part in parts.items()}, read)
+
+    def _words(self, codes: TensorRef, parts: dict[str, TensorRef]) -> Encoding:
+        scale, zero, group_of = _required(parts, ".scales"), _required(parts, ".qzeros"), parts.get(".g_idx")
+        settings = self._settings
+        if len(codes.shape) != 2 or len(scale.shape) != 2:
+            raise Undecodable(f"qweight has {len(codes.shape)} dimensions, scales {len(scale.shape)}")
+        if settings.method == "awq" or (settings.method != "gptq" and codes.shape[1] != scale.shape[1]):
+            if settings.layout not in ("", "gemm", "exllama", "ipex"):
+                raise Undecodable(f"AWQ's '{settings.layout}' layout is not supported (only gemm is)")
+            return packed.awq(codes, scale, zero)
+        if settings.layout not in ("", "gptq", "gptq_v2"):
+            raise Undecodable(f"GPTQ's '{settings.layout}' layout is not supported (only gptq and gptq_v2 are)")
+        return packed.gptq(codes, scale, zero, group_of, v2=settings.layout == "gptq_v2")
+
+    def _packed(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding:
+        scale = _required(parts, "scale")
+        if codes.dtype == "U8":
+            if "zero_point" in parts:
+                raise Undecodable("4-bit floats with zero points are not supported")
+            return fp4.packed(codes, scale, factor=parts.get("global_scale"), divides=True)
+        content = _content(_required(parts, "shape"), read)
+        return packed.compressed(
+            codes, scale, parts.get("zero_point"), parts.get("g_idx"), shape=content, bits=self._settings.bits
+        )
+
+    def _codes(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
+        state = next((part for end, part in parts.items() if end.startswith(".quant_state")), None)
+        if state is not None:
+            if state.dtype != "U8" or state.nbytes > bitsandbytes.MAX_STATE_BYTES:
+                raise Undecodable(f"its quant_state is {state.dtype} of {state.nbytes} bytes")
+            with read(state) as raw:
+                content = raw.tobytes()
+            rest = {end.removeprefix("."): part for end, part in parts.items()}
+            return bitsandbytes.blockwise4(codes, rest, content)
+        if ".SCB" in parts:
+            order = _content(parts["_format"], read) if "_format" in parts else (0,)
+            if codes.dtype != "I8" or order != (0,):
+                raise Undecodable(f"bitsandbytes' int8 in {codes.dtype} and order {order} is not supported")
+            return scaled.bnb_int8(codes, parts[".SCB"])
+        if ".pre_quant_scale" in parts:
+            raise Undecodable("its inputs are scaled too (pre_quant_scale)")
+        scales = [parts[end] for end in ("_scale_inv", "_scale", ".scale", ".scale_weight") if end in parts]
+        if len(scales) > 1:
+            raise Undecodable(f"it has several scales: {', '.join(scale.name for scale in scales)}")
+        factor, zero = parts.get("_scale_2"), parts.get("_zero_point")
+        if scales and codes.dtype == "U8":
+            if zero is not None:
+                raise Undecodable("packed U8 codes with zero points are not supported")
+            return fp4.packed(codes, scales[0], factor=factor)
+        if scales:
+            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=self._settings.blocks)
+        if codes.dtype not in FLOAT8:
+            return None
+        if self._settings.method:
+            raise Undecodable(f"{codes.dtype} codes of quant_method '{self._settings.method}' without scales")
+        return scaled.plain(codes)
+
+
+def weight_names(names: Iterable[str]) -> frozenset[str]:
+    """What the tensors of a checkpoint are called once decoded, as far as stored names tell."""
+    stored = frozenset(names)
+    return frozenset(
+        weight for name in stored for weight in ([name] if not name.endswith(_ENDS) else _weight(name, stored))
+    )
+
+
+def _weight(name: str, stored: frozenset[str]) -> Iterator[str]:
+    if any(base + family.codes in stored for family, base in _owners(name)):
+        return
+    for family in _FAMILIES[:4]:
+        if name.endswith(family.codes):
+            base = name.removesuffix(family.codes)
+            if any(base + end in stored for end in family.others):
+                yield base + family.weight
+                return
+    yield name
+
+
+def _owners(name: str) -> Iterator[tuple[_Family, str]]:
+    for family in _FAMILIES:
+        for end in family.others:
+            if name.endswith(end):
+                yield family, name.removesuffix(end)
+
+
+def _required(parts: Mapping[str, TensorRef], end: str) -> TensorRef:
+    part = parts.get(end)
+    if part is None:
+        raise Undecodable(f"its {end.lstrip('._')} is missing")
+    return part
+
+
+def _content(tensor: TensorRef, read: Read) -> tuple[int, ...]:
+    """The integers of a tiny tensor."""
+    if tensor.dtype not in _INTEGERS or not 0 < tensor.numel <= 8:
+        raise Undecodable(f"'{tensor.name}' is {tensor.dtype} of shape {tensor.shape}")
+    with read(tensor) as raw:
+        return tuple(int(value) for value in raw.reshape(-1))

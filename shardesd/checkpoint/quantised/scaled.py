@@ -1,0 +1,193 @@
+"""One code an element, times a grid of scales: FP8 and int8 of any origin.
+
+W = (codes − zero points) · scales, each scale spread over its block of rows × columns; what a block has beyond the
+weight's edge is cut off. DeepSeek's ``weight_scale_inv`` is multiplied too, whatever its name says. Scales of U8 and
+F8_E8M0 are powers of two, 2**(code − 127). bitsandbytes' int8 is W = codes · SCB · (1/127), row by row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from shardesd.checkpoint.quantised.codes import FLOAT8, SCALES, float8_table, numbers
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, part, rows_of, strips
+from shardesd.records import TensorRef
+
+_USUAL_BLOCK = 128
+_NAMES = {dtype: dtype.lower().replace("f8", "fp8") for dtype in FLOAT8} | {"I8": "int8", "U8": "uint8"}
+CODES = frozenset(_NAMES)
+"""Dtype words of the codes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaled(Encoding):
+    """See the module. A stack of matrices has a stack of grids, or one grid for all."""
+
+    codes: TensorRef
+    scale: TensorRef | None = None
+    """(…, rows of the grid, columns of the grid); None: the codes are the weight."""
+    zero: TensorRef | None = None
+    """Zero points, one for each scale."""
+    factor: TensorRef | None = None
+    """One more scale for the whole tensor."""
+    block: tuple[int, int] = (0, 0)
+    """Rows and columns that one scale holds for."""
+    times: float = 1.0
+    """Multiplied last."""
+
+    def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
+        """See `Encoding.decode`."""
+        count = prod(self.shape[:-2])
+        codes = part(self.codes, matrix, count, self.shape[-2:])
+        for first, last in strips(stop - start, codes.nbytes // self.shape[-2]):
+            with read(rows_of(codes, start + first, start + last)) as raw:
+                if codes.dtype in FLOAT8:
+                    np.take(float8_table(codes.dtype), raw, out=out[first:last], mode="clip")
+                else:
+                    out[first:last] = raw
+        if self.scale is None:
+            return
+        scale = self._grid(read, self.scale, matrix, start, stop)
+        zero = self._grid(read, self.zero, matrix, start, stop) if self.zero is not None else None
+        if self.factor is not None:
+            scale *= floats(read, self.factor).reshape(-1)[0]
+        self._apply(out, start, scale, zero)
+
+    def _grid(self, read: Read, tensor: TensorRef, matrix: int, start: int, stop: int) -> np.ndarray:
+        """The grid's rows that the rows `start`…`stop` need."""
+        grid = _grid_shape(tensor.shape, self.shape)
+        stacked = tensor.numel > prod(grid)
+        one = part(tensor, matrix if stacked else 0, prod(self.shape[:-2]) if stacked else 1, grid)
+        first, last = start // self.block[0], -(-stop // self.block[0])
+        with read(rows_of(one, first, last)) as raw:
+            if tensor.dtype in ("I8", "I32") or (tensor is self.zero and tensor.dtype == "U8"):
+                return raw.astype(np.float32)
+            return numbers(raw, tensor.dtype)
+
+    def _apply(self, out: np.ndarray, start: int, scale: np.ndarray, zero: np.ndarray | None) -> None:
+        height, width = self.block
+        columns = out.shape[1]
+        for i in range(len(scale)):
+            first = max(0, (start // height + i) * height - start)
+            last = (start // height + i + 1) * height - start
+            rows = out[first:last]
+            if zero is not None:
+                rows -= _spread(zero[i], width, columns)
+            rows *= _spread(scale[i], width, columns)
+            if self.times != 1.0:
+                rows *= np.float32(self.times)
+
+
+def plain(codes: TensorRef) -> Scaled:
+    """FP8 that was merely cast, without scales."""
+    codes = _rows(codes)
+    return Scaled(label=_NAMES[codes.dtype], shape=codes.shape, codes=codes)
+
+
+def scaled(
+    codes: TensorRef,
+    scale: TensorRef,
+    *,
+    zero: TensorRef | None = None,
+    factor: TensorRef | None = None,
+    sizes: tuple[tuple[int, int], ...] = (),
+) -> Scaled:
+    """The encoding of `codes` (2-D, or a stack) with a grid of scales; its block is one of `sizes` (as the config
+    says), or found from the shapes. Raises `Undecodable`."""
+    if codes.dtype not in CODES:
+        raise Undecodable(f"codes of {codes.dtype} with scales of {scale.dtype}")
+    if len(codes.shape) < 2:
+        raise Undecodable(f"its codes have {len(codes.shape)} dimensions")
+    if scale.dtype not in SCALES:
+        raise Undecodable(f"its scales are {scale.dtype}")
+    if codes.dtype not in FLOAT8 and scale.dtype in ("U8", "F8_E8M0"):
+        raise Undecodable(f"codes of {codes.dtype} with {scale.dtype} scales may be integers or pairs of 4-bit floats")
+    if zero is not None and (zero.dtype not in (*SCALES, "I8", "I32") or zero.shape != scale.shape):
+        raise Undecodable(f"its zero points are {zero.dtype} of shape {zero.shape}, its scales have {scale.shape}")
+    if factor is not None and (factor.numel != 1 or factor.dtype not in SCALES):
+        raise Undecodable(f"its second scale is {factor.dtype} of shape {factor.shape}")
+    if len(codes.shape) > 3 and scale.numel in (1, codes.shape[0]):  # a convolution's kernel, by output channel
+        scale = replace(scale, shape=(scale.numel, 1))
+        zero = replace(zero, shape=scale.shape) if zero is not None else None
+        codes = _rows(codes)
+    stack, (rows, columns) = prod(codes.shape[:-2]), codes.shape[-2:]
+    grid = _grid_shape(scale.shape, codes.shape)
+    if not codes.numel or not scale.numel or scale.numel not in (prod(grid), stack * prod(grid)):
+        raise Undecodable(f"its scales' shape {scale.shape} doesn't fit its codes' {codes.shape}")
+    block = _block((rows, columns), grid, sizes)
+    return Scaled(
+        label=f"{_NAMES[codes.dtype]}[{_block_name(block, (rows, columns), grid)}]",
+        shape=codes.shape,
+        codes=codes,
+        scale=scale,
+        zero=zero,
+        factor=factor,
+        block=block,
+    )
+
+
+def bnb_int8(codes: TensorRef, scale: TensorRef) -> Scaled:
+    """bitsandbytes' LLM.int8(): ``weight`` and ``SCB``. Raises `Undecodable`."""
+    if len(codes.shape) != 2 or scale.dtype != "F32" or scale.numel != codes.shape[0]:
+        raise Undecodable(f"SCB is {scale.dtype} of shape {scale.shape}, the codes have {codes.shape}")
+    column = replace(scale, shape=(codes.shape[0], 1))
+    # 1/127 as bitsandbytes writes it (int8_vectorwise_dequant).
+    return replace(scaled(codes, column), label="bnb_int8", times=7.874015718698502e-3)
+
+
+def _rows(codes: TensorRef) -> TensorRef:
+    """A convolution's kernel as a matrix, a row for each output channel; anything else as it is."""
+    rows = codes.shape[0]
+    return replace(codes, shape=(rows, codes.numel // max(1, rows))) if len(codes.shape) > 3 else codes
+
+
+def _grid_shape(scale: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of one matrix's grid."""
+    rows = codes[-2]
+    if prod(scale) == 1 or (len(scale) < len(codes) and scale == codes[:-2]):
+        return 1, 1
+    if len(scale) == 1:
+        return scale[0], 1
+    if len(codes) > 2 and scale == (*codes[:-2], rows):
+        return rows, 1
+    if len(codes) > 2 and len(scale) == 1 + len(codes[:-2]):
+        return 1, 1
+    return scale[-2], scale[-1]
+
+
+def _block(shape: tuple[int, int], grid: tuple[int, int], sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    def fits(length: int, count: int, size: int) -> bool:
+        return size > 0 and -(-length // size) == count
+
+    for size in sizes:
+        if all(map(fits, shape, grid, size)):
+            return size
+    found = []
+    for length, count in zip(shape, grid, strict=True):
+        if count == 1:
+            found.append(length)
+        elif count == length:
+            found.append(1)
+        elif length % count == 0 and grid[0] in (1, shape[0]):  # groups along a row are of one length
+            found.append(length // count)
+        elif fits(length, count, _USUAL_BLOCK):
+            found.append(_USUAL_BLOCK)
+        else:
+            raise Undecodable(f"no block size divides {shape} into the {grid} scales that are there")
+    return found[0], found[1]
+
+
+def _block_name(block: tuple[int, int], shape: tuple[int, int], grid: tuple[int, int]) -> str:
+    if grid == (1, 1):
+        return "tensor"
+    if grid == (shape[0], 1):
+        return "channel"
+    return f"g{block[1]}" if block[0] == 1 else f"{block[0]}x{block[1]}"
+
+
+def _spread(values: np.ndarray, width: int, columns: int) -> np.ndarray:
+    """One row of the grid, over the columns."""
+    return values if len(values) == 1 else np.repeat(values, width)[:columns]

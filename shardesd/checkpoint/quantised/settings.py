@@ -1,0 +1,78 @@
+"""What config.json says of a model's quantisation: only what headers don't tell."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_LONGEST = 10_000  # characters of a metadata value that is looked into
+
+
+class Settings:
+    """``quantization_config`` of a config.json, wherever it stands; whatever makes no sense there counts as unsaid."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        found = _section(config)
+        groups = found.get("config_groups")
+        weights = [
+            group["weights"]
+            for group in (groups.values() if isinstance(groups, dict) else ())
+            if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+        ]
+        method = found.get("quant_method")
+        self.method: str = method.lower() if isinstance(method, str) else "unknown" if found else ""
+        """``gptq``, ``awq``, ``fp8`` …; empty where the model isn't quantised, as far as the config knows."""
+        layout = found.get("checkpoint_format", found.get("version") if self.method == "awq" else None)
+        self.layout: str = layout.lower() if isinstance(layout, str) else ""
+        """GPTQ's checkpoint_format, AWQ's version."""
+        if found.get("is_marlin_format") is True:
+            self.layout = "marlin"
+        self.blocks: tuple[tuple[int, int], ...] = tuple(_blocks(found, weights))
+        """Rows and columns that one scale holds for."""
+        self.bits: frozenset[int] = frozenset(
+            weight["num_bits"]
+            for weight in weights
+            if type(weight.get("num_bits")) is int and weight.get("type", "int") == "int"
+        )
+        """Of the integer weights."""
+
+
+def torchao_types(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Weight → torchao's class of tensor, by a safetensors header's metadata."""
+    found = {}
+    for name, text in metadata.items():
+        if '"_type"' in text and len(text) < _LONGEST:
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(value, dict) and isinstance(value.get("_type"), str):
+                found[name] = value["_type"]
+    return found
+
+
+def _section(config: Mapping[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            value = place.get(key)
+            if isinstance(value, dict) and value:
+                inner = value.get("quantization_config")  # older compressed-tensors
+                return {**value, **inner} if isinstance(inner, dict) else value
+    return {}
+
+
+def _blocks(found: Mapping[str, Any], weights: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    yield from _pair(found.get("weight_block_size"))
+    for weight in weights:
+        block = weight.get("block_structure")
+        if isinstance(block, str):
+            block = [int(side) for side in block.split("x") if side.isdecimal() and len(side) < 10]
+        yield from _pair(block)
+        yield from _pair([1, weight.get("group_size")])
+
+
+def _pair(value: Any) -> Iterator[tuple[int, int]]:
+    if isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value):
+        yield value[0], value[1]

@@ -1,0 +1,166 @@
+"""FP8 in all its scales, against torch's own float8 arithmetic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quantised_files import decoded, labels, opened, problems, random, same, store
+
+from shardesd.checkpoint.quantised.codes import FLOAT8, exponent_table, float8_table
+
+E4M3 = torch.float8_e4m3fn
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def codes(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
+    return random(*shape, seed=sum(shape)).to(dtype)
+
+
+def expand(scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> torch.Tensor:
+    """Each scale over its block, then cropped."""
+    wide = scale.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+@pytest.mark.parametrize("word", FLOAT8)
+def test_every_code_is_torchs_number(word: str) -> None:
+    dtype = getattr(torch, {"F8_E4M3": "float8_e4m3fn"}.get(word, "float8_" + word[3:].lower()))
+    theirs = torch.arange(256, dtype=torch.uint8).view(dtype).float().numpy()
+    np.testing.assert_array_equal(float8_table(word), theirs)
+
+
+def test_powers_of_two_are_torchs() -> None:
+    theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu).float().numpy()
+    np.testing.assert_array_equal(exponent_table(), theirs)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("scale", "block", "label"),
+    [
+        (torch.tensor(0.25), (40, 72), "tensor"),
+        (torch.tensor([0.3]), (40, 72), "tensor"),
+        (random(40, 1), (1, 72), "channel"),
+        (random(40), (1, 72), "channel"),
+        (random(40, 1).bfloat16(), (1, 72), "channel"),
+        (random(40, 3), (1, 24), "g24"),
+    ],
+    ids=str,
+)
+def test_per_tensor_channel_and_group(
+    tmp_path: Path, dtype: torch.dtype, scale: torch.Tensor, block: tuple[int, int], label: str
+) -> None:
+    W = codes(40, 72, dtype=dtype)
+    store(tmp_path, {NAME: W, NAME + "_scale": scale})
+    expected = W.float() * expand(scale.reshape(-1, scale.shape[-1] if scale.ndim == 2 else 1), block, (40, 72))
+    assert same(decoded(tmp_path)[NAME], expected)
+    assert labels(tmp_path) == {NAME: f"fp8_{'e4m3' if dtype == E4M3 else 'e5m2'}[{label}]"}
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (576, 200), (1, 129), (130, 128)])
+@pytest.mark.parametrize("configured", [True, False])
+def test_blocks_are_multiplied_expanded_and_cropped(tmp_path: Path, shape: tuple[int, int], configured: bool) -> None:
+    """DeepSeek's kv_a_proj_with_mqa has 576 rows in blocks of 128."""
+    scale = random(-(-shape[0] // 128), -(-shape[1] // 128)).abs()
+    W = codes(*shape)
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if configured else None
+    store(tmp_path, {NAME: W, NAME + "_scale_inv": scale}, quantization=config)
+    assert same(decoded(tmp_path)[NAME], W.float() * expand(scale, (128, 128), shape))
+
+
+def test_other_blocks_need_the_config(tmp_path: Path) -> None:
+    W, scale = codes(96, 160), random(2, 3)
+    store(tmp_path / "a", {NAME: W, NAME + "_scale_inv": scale}, quantization={"weight_block_size": [64, 64]})
+    assert same(decoded(tmp_path / "a")[NAME], W.float() * expand(scale, (64, 64), (96, 160)))
+    assert labels(tmp_path / "a") == {NAME: "fp8_e4m3[64x64]"}
+    store(tmp_path / "b", {NAME: W, NAME + "_scale_inv": scale})
+    assert "block size" in problems(tmp_path / "b")[NAME]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_integer_scales_are_powers_of_two(tmp_path: Path, dtype: torch.dtype) -> None:
+    W = codes(64, 96)
+    exponents = torch.randint(100, 140, (64, 3), dtype=torch.uint8)
+    store(tmp_path, {NAME: W, NAME + "_scale": exponents.view(dtype)})
+    scale = torch.exp2(exponents.float() - 127)
+    assert same(decoded(tmp_path)[NAME], W.float() * expand(scale, (1, 32), (64, 96)))
+
+
+@pytest.mark.parametrize("grid", [(), (1,), (3, 1, 1), (3,), (3, 40), (3, 40, 1), (3, 1, 30)])
+def test_stacks_of_experts(tmp_path: Path, grid: tuple[int, ...]) -> None:
+    W, scale = codes(3, 40, 30), random(*grid) if grid else torch.tensor(0.5)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    store(tmp_path, {name: W, name + "_scale": scale})
+    wide = scale if scale.ndim == 3 else scale.reshape(3, -1, 1) if scale.numel() > 1 else scale
+    assert same(decoded(tmp_path)[name], W.float() * wide)
+
+
+def test_stacks_in_blocks(tmp_path: Path) -> None:
+    W, scale = codes(3, 200, 130), random(3, 2, 2)
+    name = "model.layers.0.mlp.experts.down_proj"
+    store(tmp_path, {name: W, name + "_scale_inv": scale})
+    assert same(decoded(tmp_path)[name], W.float() * expand(scale, (128, 128), (3, 200, 130)))
+
+
+def test_a_cast_without_scales_is_the_weight(tmp_path: Path) -> None:
+    W, kernel, norm = codes(24, 16), codes(4, 3, 2, 2), codes(9)
+    store(tmp_path, {NAME: W, "conv.weight": kernel, "norm.weight": norm})
+    found = decoded(tmp_path)
+    assert same(found[NAME], W.float())
+    assert same(found["conv.weight"], kernel.float())
+    assert labels(tmp_path) == {NAME: "fp8_e4m3", "conv.weight": "fp8_e4m3", "norm.weight": "F8_E4M3"}
+
+
+@pytest.mark.parametrize("scale", [random(4), random(4, 1, 1, 1), torch.tensor(0.3)])
+def test_kernels_of_convolutions(tmp_path: Path, scale: torch.Tensor) -> None:
+    kernel = codes(4, 3, 2, 2)
+    store(tmp_path, {"conv.weight": kernel, "conv.weight_scale": scale})
+    wide = scale.reshape(-1, 1, 1, 1) if scale.numel() > 1 else scale
+    assert same(decoded(tmp_path)["conv.weight"], kernel.float() * wide)
+
+
+def test_codes_without_their_scales_are_refused(tmp_path: Path) -> None:
+    store(tmp_path, {NAME: codes(24, 16)}, quantization={"quant_method": "fp8"})
+    assert "without scales" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize("scale", [random(3), random(7, 1), torch.ones(40, 72, dtype=torch.int32), torch.ones(0)])
+def test_scales_that_dont_fit_are_refused(tmp_path: Path, scale: torch.Tensor) -> None:
+    store(tmp_path, {NAME: codes(40, 72), NAME + "_scale": scale})
+    assert problems(tmp_path)[NAME].startswith("quantised weight can't be decoded: ")
+
+
+def test_int8_with_power_of_two_scales_could_be_anything(tmp_path: Path) -> None:
+    tensors = {NAME: torch.ones(32, 32, dtype=torch.int8), NAME + "_scale": torch.ones(32, 2, dtype=torch.uint8)}
+    store(tmp_path, tensors)
+    assert "pairs of 4-bit floats" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("order", [1, -1])
+def test_scales_in_another_shard(tmp_path: Path, index: bool, order: int) -> None:
+    W, scale = codes(256, 128), random(2, 1)
+    shards = [{"model.norm.weight": random(4), NAME: W}, {NAME + "_scale_inv": scale}][::order]
+    store(tmp_path, *shards, index=index)
+    assert same(decoded(tmp_path)[NAME], W.float() * expand(scale, (128, 128), (256, 128)))
+    assert {tensor.name for tensor in opened(tmp_path).tensors()} == {NAME, "model.norm.weight"}
+    assert opened(tmp_path).names == {NAME, "model.norm.weight"}
+
+
+def test_any_byte_range_is_decoded_alone(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    W, scale = codes(3, 200, 130), random(3, 2, 2)
+    name = "model.layers.0.mlp.experts.down_proj"
+    store(tmp_path, {name: W, name + "_scale_inv": scale})
+    checkpoint = opened(tmp_path)
+    (tensor,) = checkpoint.tensors()
+    whole = np.ascontiguousarray(decoded(tmp_path)[name]).reshape(-1).view(np.uint8)
+    with checkpoint.open(checkpoint.shards[0], tmp_path / "model.safetensors") as shard:
+        for start, end in [(0, 1), (519, 521), (104_000, 208_000), (4 * 130 * 150 + 3, 4 * 130 * 410 - 1)]:
+            part = replace(tensor, dtype="U8", shape=(end - start,), start=start, end=end)
+            with shard.read(part) as raw:
+                np.testing.assert_array_equal(raw, whole[start:end])

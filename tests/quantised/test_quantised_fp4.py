@@ -1,0 +1,94 @@
+"""MXFP4 and NVFP4 of gpt-oss and ModelOpt; compressed-tensors' are in test_quantised_compressed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_files import decoded, labels, problems, random, same, store
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+NAME = "model.layers.0.mlp.down_proj.weight"
+
+
+def codes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def values(packed: torch.Tensor) -> torch.Tensor:
+    """The low nibble first."""
+    pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
+    return E2M1[pairs.long()].flatten(-2)
+
+
+def test_gpt_oss_as_transformers_dequantises_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = codes(3, 40, 2, 16)
+    scales = torch.randint(110, 135, (3, 40, 2), dtype=torch.uint8)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    store(tmp_path, {f"{name}_blocks": blocks, f"{name}_scales": scales, f"{name}_bias": random(3, 40)})
+    theirs = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.bfloat16)
+    assert theirs.shape == (3, 64, 40)
+    assert same(decoded(tmp_path)[name], theirs)
+    assert labels(tmp_path)[name] == "mxfp4[g32]"
+
+
+def test_one_expert_and_a_part_of_one(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    import numpy as np
+    from quantised_files import opened
+
+    name = "model.layers.0.mlp.experts.down_proj"
+    scales = torch.randint(110, 135, (3, 40, 2), dtype=torch.uint8)
+    store(tmp_path, {f"{name}_blocks": codes(3, 40, 2, 16), f"{name}_scales": scales})
+    whole = decoded(tmp_path)[name]
+    checkpoint = opened(tmp_path)
+    (tensor,) = checkpoint.tensors()
+    with checkpoint.open(checkpoint.shards[0], tmp_path / "model.safetensors") as shard:
+        size = 64 * 40 * 4
+        with shard.read(replace(tensor, shape=(64, 40), start=size, end=2 * size)) as raw:
+            np.testing.assert_array_equal(raw, whole[1])
+        rows = replace(tensor, shape=(50, 40), start=size - 20 * 160, end=size + 30 * 160)
+        with shard.read(rows) as raw:
+            np.testing.assert_array_equal(raw, whole.reshape(-1, 40)[44:94])
+
+
+def test_modelopt_nvfp4(tmp_path: Path) -> None:
+    packed = codes(40, 32)
+    scale = random(40, 4).abs().to(torch.float8_e4m3fn)
+    factor = torch.tensor(0.0123)
+    tensors = {NAME: packed, NAME + "_scale": scale, NAME + "_scale_2": factor}
+    tensors["model.layers.0.mlp.down_proj.input_scale"] = torch.tensor(1.0)
+    store(tmp_path, tensors, quantization={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    expected = values(packed).reshape(40, 4, 16) * (scale.float() * factor)[:, :, None]
+    assert same(decoded(tmp_path)[NAME], expected.reshape(40, 64))
+    assert labels(tmp_path)[NAME] == "nvfp4[g16]"
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor", "why"),
+    [
+        (random(40, 4).abs().to(torch.float8_e4m3fn), None, "no scale for the tensor"),
+        (random(40, 3), torch.tensor(1.0), "neither MXFP4 nor NVFP4"),
+        (random(39, 4), torch.tensor(1.0), "its scales have"),
+        (random(40, 4).abs().to(torch.float8_e4m3fn), random(40), "second scale"),
+    ],
+)
+def test_what_is_neither_is_refused(tmp_path: Path, scale: torch.Tensor, factor: torch.Tensor | None, why: str) -> None:
+    tensors = {NAME: codes(40, 32), NAME + "_scale": scale}
+    if factor is not None:
+        tensors[NAME + "_scale_2"] = factor
+    store(tmp_path, tensors)
+    assert why in problems(tmp_path)[NAME]
+
+
+def test_inputs_that_are_scaled_are_refused(tmp_path: Path) -> None:
+    scale = random(40, 4).abs().to(torch.float8_e4m3fn)
+    tensors = {NAME: codes(40, 32), NAME + "_scale": scale, NAME + "_scale_2": torch.tensor(1.0)}
+    tensors[NAME.replace("weight", "pre_quant_scale")] = random(64)
+    store(tmp_path, tensors)
+    assert "pre_quant_scale" in problems(tmp_path)[NAME]
