@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import asdict, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardesd import matrices, spectra
 from shardesd.engine import Engine, available_memory, cpu_device, discover, peak_memory
@@ -60,7 +60,7 @@ def scan(
     """
     output = None
     if out is not None:
-        output = OutputOptions(out=os.fspath(out), format=format, overwrite=overwrite, show_skipped=show_skipped)
+        output = OutputOptions(out=cast(str, out), format=format, overwrite=overwrite, show_skipped=show_skipped)
     what = What(
         model=model,
         revision=revision,
@@ -97,6 +97,8 @@ def stream(
 
 
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
+    if options is not None and not isinstance(options, ScanOptions):
+        raise OptionError(f"options={options!r} is invalid (expected ScanOptions)")
     known = [field.name for field in fields(ScanOptions)]
     for name in changes:
         if name not in known:
