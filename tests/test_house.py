@@ -24,6 +24,7 @@ ROOMS: dict[str, list[str]] = {
     "results": [],
     "show": [],
     "demo": [],
+    "streams": [],
     "pipeline": ["source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
     "opening": ["source", "checkpoint", "adapters"],
     "scanner": [
@@ -39,7 +40,7 @@ ROOMS: dict[str, list[str]] = {
         "results",
     ],
     "__main__": ["cli"],
-    "cli": ["scanner", "show", "results", "demo"],
+    "cli": ["scanner", "show", "results", "demo", "streams"],
     "__init__": ["scanner", "results"],
 }
 LIMITED = {"typer": {"cli"}, "rich": {"show"}, "polars": {"results", "show"}}
