@@ -18,8 +18,12 @@ from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import Checkpoint, Shard, ShardMatrix, StoredMatrix, element_word
 from shardesd.engine import Engine, Outcome, State, Task
 from shardesd.errors import CheckpointError, MatrixError, SourceError
-from shardesd.options import ScanOptions
+from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
+    NEEDS,
+    NO_ANSWER,
+    NO_DEVICE,
+    NO_MEMORY,
     DeviceReport,
     EngineReport,
     Event,
@@ -216,8 +220,8 @@ class Pipeline:
         work = spectra.work_bytes(M, N, solver=options.solver, precision=options.precision)
         host = work + (0 if self._by_blocks(item, shard) else item.tensor.nbytes)
         if host > self.engine.budget and options.max_memory is not None:
-            limit = f"--max-memory is {self.engine.budget / 1e6:.0f} MB"
-            return Task(key=key, run=_fail(f"needs {host / 1e6:.0f} MB, and {limit}"))
+            limit = f"--max-memory is {size_text(self.engine.budget)}"
+            return Task(key=key, run=_fail(f"{NEEDS}{size_text(host)}, and {limit}"))
         n = min(M, N)
         flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
         return Task(
@@ -302,8 +306,7 @@ class Pipeline:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            reason = str(error) if isinstance(error, MatrixError) else f"{type(error).__name__}: {error}"
-            return Analysed(row=replace(row, status="failed", reason=_line(reason)), eigs=None, nbytes=0)
+            return Analysed(row=replace(row, status="failed", reason=_reason(error)), eigs=None, nbytes=0)
         spectrum, values = outcome.value
         row = replace(
             row,
@@ -387,5 +390,10 @@ def _fail(reason: str) -> Callable[[str], Any]:
     return run
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _reason(error: Exception | None) -> str:
+    """Why a matrix failed, in one line; `records.may_pass` knows the reasons that begin with its words."""
+    if isinstance(error, MatrixError) or error is None:
+        return str(error)
+    trouble = "no answer" if isinstance(error, TimeoutError) else spectra.trouble(error)
+    words = {"memory": NO_MEMORY, "no answer": NO_ANSWER, "device": NO_DEVICE}.get(trouble, "")
+    return " ".join(f"{words}{type(error).__name__}: {error}".split())

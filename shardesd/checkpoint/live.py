@@ -32,7 +32,8 @@ def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | N
     """A checkpoint over tensors in memory; nothing is copied until it is read, and then one tensor at a time.
 
     `name` becomes the model_id, instead of the config's name_or_path or the class's name. Tensors that are the same
-    memory are in `ties`. numpy arrays will do too. Raises `OptionError` for anything but a module or a mapping, `NoWeights` where it holds no tensor.
+    memory are in `ties`. numpy arrays will do too. Raises `OptionError` for anything but a module or a mapping,
+    `NoWeights` where it holds no tensor.
     """
     import torch
     from torch.nn.parameter import is_lazy

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row
+from shardesd.records import Row, may_pass
 from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result
@@ -71,7 +71,8 @@ class ModelStore:
         version), and under any other keys which weights they are. A finished table or an unfinished scan with an equal
         one is taken up ("done", "resumed"); one with another is refused unless `overwrite`, which computes everything
         anew and leaves the old table in place until the new one replaces it. A table that is done in another format
-        is written in this one too.
+        is written in this one too. Failed rows whose reason may be gone (`records.may_pass`) are as if they were not
+        there; a table with such rows is no longer done.
 
         Raises `ResultsError` (not writable, made otherwise, or being written by another process) and `NoSpace`.
         """
@@ -191,11 +192,15 @@ class ModelStore:
         table = next((t for t in map(self._table, (self.format, *FORMATS)) if t.exists()), None)
         run = self._provenance()
         if table and run.get("fingerprint") == fingerprint:
-            return self._take_done(table, run)
+            rows = to_rows(read_table(table))
+            if not any(map(may_pass, rows)):
+                return self._take_done(table, run)
+            self._take_apart(rows, fingerprint)
+            return self._resumed()
         journal = Journal.open(self.journal_path)
         if journal is not None and journal.fingerprint == fingerprint:
             self._journal = journal
-            return Begun("resumed", tuple(journal.rows.values()))
+            return self._resumed()
         remedy = "add --overwrite to replace it, or choose another --out"
         if journal is not None:
             journal.close()
@@ -206,6 +211,23 @@ class ModelStore:
             why = _difference(journal.fingerprint, fingerprint)
             raise ResultsError(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
         return None
+
+    def _resumed(self) -> Begun:
+        return Begun("resumed", tuple(row for row in self._open_journal().rows.values() if not may_pass(row)))
+
+    def _take_apart(self, rows: Iterable[Row], fingerprint: dict[str, Any]) -> None:
+        """Makes an unfinished scan of a finished one, whose files stay until it is finished again."""
+        journal = Journal.open(self.journal_path)
+        if journal is None or journal.fingerprint != fingerprint:
+            if journal is not None:
+                journal.close()
+            journal = Journal.create(self.journal_path, fingerprint)
+        self._journal = journal
+        spectra = StoredSpectra(self.spectra_path)
+        for row in rows:
+            known = journal.rows.get(row.longname)
+            if row.status != "skipped" and not may_pass(row) and (known is None or may_pass(known)):
+                journal.append(row, spectra.get(row.longname))
 
     def _take_done(self, table: Path, run: dict[str, Any]) -> Begun:
         layers = read_table(table)

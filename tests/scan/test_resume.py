@@ -159,3 +159,41 @@ def test_json_lines_are_the_rows(folder: Path, tmp_path: Path) -> None:
     assert (
         rows["longname"].to_list() == pl.read_csv(tmp_path / "results" / "models" / "model.csv")["longname"].to_list()
     )
+
+
+def test_rows_that_lacked_memory_are_computed_when_there_is_more(tmp_path: Path) -> None:
+    tensors = random_weights(size=300)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((8, 8), np.float32)
+    folder = one_file(tmp_path / "model", tensors | {"small.weight": tensors["model.norm.weight"].reshape(20, 15)})
+    out = tmp_path / "results"
+    assert cli("scan", folder, "--out", out, "--max-memory", "1MB").exit_code == 3
+    before = {row["longname"]: row for row in pl.read_csv(out / "models" / "model.csv").to_dicts()}
+    assert before["small"]["status"] == "ok"
+    assert sum("needs " in (row["reason"] or "") for row in before.values()) == 5
+    computed = started(folder, out, max_memory="1GB")
+    assert sorted(computed) == sorted(name for name, row in before.items() if "needs " in (row["reason"] or ""))
+    after = {row["longname"]: row for row in pl.read_csv(out / "models" / "model.csv").to_dicts()}
+    assert after["small"] == before["small"]
+    assert [name for name, row in after.items() if row["status"] == "failed"] == ["model.layers.0.self_attn.q_proj"]
+    assert len(load_file(out / "spectra" / "model.safetensors")) == 6
+    assert started(folder, out) == []
+
+
+def test_reasons_of_the_machine_may_pass_and_others_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardesd import spectra
+
+    errors = iter([MemoryError("x"), TimeoutError("y"), ValueError("z"), RuntimeError("CUDA error: an illegal memory")])
+    real = spectra.compute
+
+    def compute(*arguments: object, **options: object) -> object:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(spectra, "compute", compute)
+    folder = one_file(tmp_path / "model", random_weights())
+    shardesd.scan(folder, out=tmp_path / "results", device="cpu")
+    layers = pl.read_csv(tmp_path / "results" / "models" / "model.csv")
+    reasons = sorted(reason for reason in layers["reason"] if reason)
+    assert len(reasons) == 4
+    assert len(started(folder, tmp_path / "results")) == 3
