@@ -157,13 +157,13 @@ def _yes_or_no(name: str, value: Any) -> None:
 
 
 def _at_least(name: str, value: Any, least: float) -> Any:
-    if not isinstance(value, Real) or isinstance(value, bool) or not least <= value < math.inf:
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= float(value) < math.inf:
         raise OptionError(f"--{name} {value} is invalid (expected a finite number of {least} or more)")
     return value
 
 
 def _whole(name: str, value: Any, least: int, most: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= value <= most:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
         raise OptionError(f"--{name} {value} is invalid (expected a whole number, {least} or more, at most {most:,})")
     return int(value)
 

@@ -25,7 +25,8 @@ ROOMS: dict[str, list[str]] = {
     "show": [],
     "demo": [],
     "streams": [],
-    "pipeline": ["source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
+    "ties": ["checkpoint", "matrices"],
+    "pipeline": ["ties", "source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
     "opening": ["source", "checkpoint", "adapters"],
     "scanner": [
         "opening",
