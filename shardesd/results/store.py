@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,7 +15,15 @@ import numpy as np
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
 from shardesd.records import Row, may_pass
-from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
+from shardesd.results.files import (
+    Lock,
+    atomic,
+    file_stem,
+    make_folders,
+    named_errors,
+    remove_leftovers,
+    remove_stale_locks,
+)
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result
 from shardesd.results.stored import StoredSpectra, write_spectra
@@ -23,6 +32,8 @@ from shardesd.results.tables import read_table, row_values, table_bytes, to_fram
 
 Order = Callable[[str], Any]
 Amend = Callable[[Row], Row]
+_PATIENCE = 0.2
+"""Seconds to wait for a lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,9 @@ class Begun:
     state: Literal["new", "resumed", "done"]
     rows: tuple[Row, ...] = ()
     """Already there, skipped ones too: in their final order when done, in the order of computation when resumed."""
+    table: Path | None = None
+    """When done: the table that the rows were taken from; in another format than the one asked for, that one was made
+    from it."""
 
 
 class ModelStore:
@@ -78,11 +92,14 @@ class ModelStore:
         """
         plain: dict[str, Any] = json.loads(json.dumps(fingerprint))
         folders = [self.out, *(path.parent for path in (self.table_path, self.spectra_path, self.run_path))]
-        make_folders([*folders, self.journal_path.parent])
+        make_folders(folders)
         try:
+            # Not 0: whoever removes stale locks holds them for a moment.
             self._lock.acquire(
-                0, lambda holder: f"{holder} is scanning {self.model_id} into {self.out}; wait, or choose another --out"
+                _PATIENCE,
+                lambda holder: f"{holder} is scanning {self.model_id} into {self.out}; wait, or choose another --out",
             )
+            remove_stale_locks(self.journal_path.parent)
             tables = [self._table(format) for format in FORMATS]
             remove_leftovers([*tables, self.spectra_path, self.run_path])
             read_summary(self.out)  # to fail now rather than when all is computed
@@ -183,7 +200,10 @@ class ModelStore:
             else:
                 self._journal.remove()
             self._journal = None
-        self._lock.release()
+        if self._lock.is_held:
+            self._lock.release()
+            with suppress(OSError):  # others' work is in it, or it can't be removed
+                self.journal_path.parent.rmdir()
 
     def _look(self, fingerprint: dict[str, Any], overwrite: bool) -> Begun | None:
         """What of earlier runs can be taken up; None for nothing."""
@@ -246,7 +266,7 @@ class ModelStore:
             (leftover.remove if leftover.fingerprint == run["fingerprint"] else leftover.close)()
         self._rows = rows
         update_summary(self.out, self.result().summary)
-        return Begun("done", tuple(rows))
+        return Begun("done", tuple(rows), table)
 
     def _write_table(self, rows: Iterable[Row]) -> None:
         layers = to_frame(row for row in rows if self.show_skipped or row.status != "skipped")
