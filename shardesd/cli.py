@@ -1,7 +1,8 @@
 """argv → options → library → exit code, and nothing else.
 
 Exit codes: 0 all done; 1 the command failed, with one clear line on stderr; 2 usage; 3 done, but some matrices failed,
-or interrupted with finished rows kept.
+or interrupted with finished rows kept; 128 + the signal's number (Ctrl-C: 130) at a second Ctrl-C, which waits for
+nothing.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from shardesd.errors import ShardesdError
+from shardesd.errors import ResultsError, ShardesdError
 from shardesd.options import (
     FIX_FINGERS,
     FORMATS,
@@ -28,6 +29,7 @@ from shardesd.options import (
     ScanOptions,
     parse_size,
 )
+from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
@@ -50,7 +52,15 @@ app = typer.Typer(
 
 def main() -> None:
     """The `shardesd` command."""
-    app()
+    open_streams()
+    try:
+        app()
+    except OSError as error:  # of `--help` and the like; commands have their own
+        with suppress(OSError):
+            typer.echo(f"error: can't write to stdout: {(error.strerror or str(error)).lower()}", err=True)
+        sys.exit(1)
+    finally:
+        settle_streams()
 
 
 def _version(wanted: bool) -> None:
@@ -82,10 +92,12 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or a lis
 FixFingers = Annotated[
     str, typer.Option("--fix-fingers", metavar="|".join(FIX_FINGERS), help="How the power law's start is found.")
 ]
-Thresh = Annotated[float, typer.Option("--evals-thresh", metavar="X", help="λ at or below it are dropped.")]
-FilterZeros = Annotated[bool, typer.Option("--filter-zeros/--no-filter-zeros", help="Drop them, or keep every λ.")]
+Thresh = Annotated[float, typer.Option("--evals-thresh", metavar="X", help="Eigenvalues at or below it are dropped.")]
+FilterZeros = Annotated[
+    bool, typer.Option("--filter-zeros/--no-filter-zeros", help="Drop them, or keep every eigenvalue.")
+]
 Bins = Annotated[int, typer.Option("--bins", metavar="N", help="Histogram bins of xmin_peak.")]
-Solver = Annotated[str, typer.Option("--solver", metavar="|".join(SOLVERS), help="How λ are computed.")]
+Solver = Annotated[str, typer.Option("--solver", metavar="|".join(SOLVERS), help="How eigenvalues are computed.")]
 Precision = Annotated[str, typer.Option("--precision", metavar="|".join(PRECISIONS), help="Of Gram and eigensolve.")]
 MaxAspect = Annotated[
     float, typer.Option("--max-aspect", metavar="X", help="Skip 2-D matrices this elongated (0: none is).")
@@ -199,7 +211,9 @@ def scan(
 @app.command()
 def demo(
     out: Out = _OUTPUT.out,
-    overwrite: Overwrite = True,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Compute again what is already there, or don't.")
+    ] = True,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -250,11 +264,19 @@ def _run(
 def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool) -> None:
     from shardesd.show import print_report
 
-    if json:
-        sys.stdout.write(result.layers.write_ndjson())
+    if quiet and not json:
+        return
+    try:
+        if json:
+            sys.stdout.write(encodable_json(result.layers.write_ndjson(), sys.stdout.encoding))
+        else:
+            print_report(result.layers, finished)
         sys.stdout.flush()
-    elif not quiet:
-        print_report(result.layers, finished)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"; the results are in {finished.files[0]}" if finished.files else ""
+        raise ResultsError(f"can't write to stdout: {(error.strerror or str(error)).lower()}{where}") from error
 
 
 @contextmanager
@@ -267,8 +289,7 @@ def _errors(verbose: bool) -> Iterator[None]:
     except ShardesdError as error:
         _fail(str(error), verbose)
     except BrokenPipeError:
-        # The reader of stdout (`head`, say) has gone: nothing is left to say to it, nor by the interpreter's exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader of stdout (`head`, say) has gone: nothing is left to say to it.
         raise typer.Exit(0) from None
     except KeyboardInterrupt:
         _fail("interrupted", verbose)
@@ -277,11 +298,12 @@ def _errors(verbose: bool) -> Iterator[None]:
 
 
 def _fail(message: str, verbose: bool) -> NoReturn:
-    if verbose:
-        import traceback
+    with suppress(OSError):
+        if verbose:
+            import traceback
 
-        traceback.print_exc()
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
     raise typer.Exit(1)
 
 

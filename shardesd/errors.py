@@ -26,9 +26,29 @@ ShardesdError                 the message is one line a user can act on
 
 from __future__ import annotations
 
+import re
+
+_LONG_WORD = re.compile(r"\S{201,}")
+_LONGEST = 1500
+
 
 class ShardesdError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is one line that names the value, the place and what to do."""
+    """Base of all errors raised on purpose; `str(error)` is one line that names the value, the place and what to do.
+
+    Names in it come out of files that nobody vouches for: control characters are escaped (a line break becomes
+    ``\\n``), and of a word of over 200 characters, or a message of over 1,500, the middle is left out.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if not text.isprintable():
+            text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+        text = _LONG_WORD.sub(lambda match: _shortened(match[0], 180), text)
+        return text if len(text) <= _LONGEST else _shortened(text, _LONGEST)
+
+
+def _shortened(text: str, length: int) -> str:
+    return f"{text[: length * 2 // 3]}…{text[-(length // 3) :]}"
 
 
 class OptionError(ShardesdError, ValueError):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 from shardesd.errors import OptionError
@@ -14,13 +18,19 @@ SOLVERS = ("auto", "gram", "svd")
 PRECISIONS = ("auto", "float32", "float64")
 IO_METHODS = ("auto", "mmap", "pread")
 FORMATS = ("csv", "parquet", "jsonl")
+MOST_BINS = 1_000_000
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_MOST_BYTES = 10**18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanOptions:
-    """What is analysed and how. Raises `OptionError` for a value that is not one of its choices."""
+    """What is analysed and how. Raises `OptionError` for a value that is not one of its choices.
+
+    Taken too, and turned into what the fields say: a `torch.device`, a size such as ``"2GB"`` for `max_memory`, one
+    glob or any iterable of them, None for no globs, numpy's numbers.
+    """
 
     fix_fingers: str = "xmin_mid"
     """How the power law's start is found: ``xmin_mid``, ``xmin_peak`` or ``DKS``."""
@@ -62,20 +72,26 @@ class ScanOptions:
         _choice("solver", self.solver, SOLVERS)
         _choice("precision", self.precision, PRECISIONS)
         _choice("io", self.io, IO_METHODS)
+        set_ = partial(object.__setattr__, self)
+        set_("device", str(self.device))
         if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*", self.device):
             raise OptionError(
                 f"--device '{self.device}' is invalid (expected auto, cpu, cuda, or a list such as cuda:0,cuda:2)"
             )
-        _at_least("evals-thresh", self.evals_thresh, 0)
-        _at_least("bins", self.bins, 1)
-        _at_least("max-aspect", self.max_aspect, 0)
+        for name in ("filter_zeros", "embeddings"):
+            _yes_or_no(name, getattr(self, name))
+        set_("evals_thresh", float(_at_least("evals-thresh", self.evals_thresh, 0)))
+        set_("bins", _whole("bins", self.bins, 1, MOST_BINS))
+        set_("max_aspect", float(_at_least("max-aspect", self.max_aspect, 0)))
+        set_("gpu_memory_fraction", float(_at_least("gpu-memory-fraction", self.gpu_memory_fraction, 0)))
         if not 0 < self.gpu_memory_fraction <= 1:
             raise OptionError(f"--gpu-memory-fraction {self.gpu_memory_fraction} is invalid (expected above 0, to 1)")
+        if isinstance(self.max_memory, str):
+            set_("max_memory", parse_size(self.max_memory))
         if self.max_memory is not None:
-            _at_least("max-memory", self.max_memory, 1)
+            set_("max_memory", int(_at_least("max-memory", self.max_memory, 1)))
         for name in ("include", "exclude"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            set_(name, _globs(name, getattr(self, name)))
 
     def numbers(self) -> dict[str, Any]:
         """The options that change a table's numbers or rows: what a finished result is compared by."""
@@ -99,7 +115,13 @@ class OutputOptions:
     """Put skipped tensors into the table too."""
 
     def __post_init__(self) -> None:
+        out = os.fspath(self.out) if isinstance(self.out, os.PathLike) else self.out
+        if not isinstance(out, str) or not out or "\0" in out:
+            raise OptionError(f"--out {out!r} is invalid (expected the path of a folder)")
+        object.__setattr__(self, "out", out)
         _choice("format", self.format, FORMATS)
+        for name in ("overwrite", "show_skipped"):
+            _yes_or_no(name, getattr(self, name))
 
 
 def parse_size(text: str) -> int | None:
@@ -109,14 +131,49 @@ def parse_size(text: str) -> int | None:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]I?)?B?\s*", text.upper().replace("E", "e"))
     if not match:
         raise OptionError(f"size '{text}' is invalid (expected something like 2GB, 512MiB or auto)")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    nbytes = float(match[1]) * _UNITS[match[2] or ""]
+    if nbytes > _MOST_BYTES:
+        raise OptionError(f"size '{text}' is invalid (more than any machine has)")
+    return int(nbytes)
 
 
-def _choice(name: str, value: str, choices: Iterable[str]) -> None:
-    if value not in choices:
+def size_text(nbytes: float) -> str:
+    """``412 MB``, ``1.05 GB``, ``640 B``: decimal units, three digits."""
+    value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
+    while value >= 999.5 and len(units) > 1:
+        value /= 1000
+        units.pop(0)
+    return f"{value:.3g} {units[0]}" if value < 999.5 else f"{value:.0f} {units[0]}"
+
+
+def _choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
         raise OptionError(f"--{name} '{value}' is invalid (expected one of: {', '.join(choices)})")
 
 
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least or value == float("inf"):
+def _yes_or_no(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r} is invalid (expected True or False)")
+
+
+def _at_least(name: str, value: Any, least: float) -> Any:
+    if not isinstance(value, Real) or isinstance(value, bool) or not least <= float(value) < math.inf:
         raise OptionError(f"--{name} {value} is invalid (expected a finite number of {least} or more)")
+    return value
+
+
+def _whole(name: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not least <= int(value) <= most:
+        raise OptionError(f"--{name} {value} is invalid (expected a whole number, {least} or more, at most {most:,})")
+    return int(value)
+
+
+def _globs(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = (value,)
+    globs = () if value is None else tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(f"--{name} {value!r} is invalid (expected a glob such as '*.q_proj', or several)")
+    if "" in globs:
+        raise OptionError(f"--{name} '' is empty and matches nothing (expected a glob such as '*.q_proj')")
+    return globs

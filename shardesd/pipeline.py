@@ -10,16 +10,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from shardesd import matrices, metrics, spectra
+from shardesd import matrices, metrics, spectra, ties
 from shardesd.checkpoint import Checkpoint, Shard, ShardMatrix, StoredMatrix, element_word
 from shardesd.engine import Engine, Outcome, State, Task
 from shardesd.errors import CheckpointError, MatrixError, SourceError
-from shardesd.options import ScanOptions
+from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
+    NEEDS,
+    NO_ANSWER,
+    NO_DEVICE,
+    NO_MEMORY,
     DeviceReport,
     EngineReport,
     Event,
@@ -37,7 +41,7 @@ from shardesd.records import (
 from shardesd.source import Fetcher
 
 _Work = tuple[Spectrum, dict[str, Any]]
-_COMPARED_BYTES = 16_000_000  # read at a time from each of two tensors that may be tied
+_Item = TypeVar("_Item", bound="MatrixRef | Skip")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +87,10 @@ class Pipeline:
     numels: dict[str, int] = field(default_factory=dict)
     """Tensor name → elements, of every header read so far."""
     _context: matrices.Context = field(init=False)
+    _ties: dict[str, str] = field(init=False)
+    """`Checkpoint.ties` among the tensors that the globs leave."""
+    _owners: dict[str, str] = field(default_factory=dict)
+    """Longname → the tensor that holds it, of all seen so far."""
     _open: dict[str, _OpenShard] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _exact: int = 0
@@ -93,12 +101,8 @@ class Pipeline:
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        known = self.checkpoint
-        self._context = matrices.Context(
-            config=known.config, names=known.names, options=self.options, hints=known.hints
-        )
-        for tensor in known.tensors():
-            self.numels[tensor.name] = tensor.numel
+        self._learn()
+        self._ties = ties.among_left(self.checkpoint, self._context)
 
     def total(self) -> tuple[int | None, bool]:
         """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
@@ -112,9 +116,23 @@ class Pipeline:
             return self._exact, True
         return max(self._exact, self._exact - self._estimated + matrices.estimate(names, self._context)), False
 
+    @property
+    def longnames(self) -> Collection[str]:
+        """Of all matrices and skipped tensors seen so far."""
+        return self._owners.keys()
+
+    def _learn(self) -> None:
+        known = self.checkpoint
+        self._context = matrices.Context(
+            config=known.config, names=known.names, options=self.options, hints=known.hints
+        )
+        for tensor in known.tensors():
+            self.numels[tensor.name] = tensor.numel
+
     def params(self, longname: str, numel: int) -> int:
         """Elements of a weight, plus its bias where it has one and the matrix is the whole tensor; else `numel`."""
-        weight = self.numels.get(f"{longname}.weight", self.numels.get(longname))
+        name = self._owners.get(longname)
+        weight = self.numels.get(name, 0) if name in (longname, f"{longname}.weight") else None
         return numel if weight is None else weight + self.numels.get(f"{longname}.bias", 0)
 
     def rows(self) -> Iterator[Analysed]:
@@ -162,6 +180,8 @@ class Pipeline:
             for tensor in shard.tensors:
                 seen.add(tensor.name)
                 self.numels[tensor.name] = tensor.numel
+            if self._context.names is None and self.checkpoint.complete:
+                self._learn()
             counts = {tensor.name: self._count(tensor) for tensor in shard.tensors}
             self._exact += sum(counts.values())
             self._estimated += matrices.estimate(counts, self._context)
@@ -182,23 +202,34 @@ class Pipeline:
                 last.append((tensor, self._open[tensor.shard].shard))
         # Whether a head is tied to an embedding can be told only when both are here; and the answer must not depend
         # on which shard holds which.
-        for tensor, shard in sorted(last, key=lambda pair: matrices.tie_order(pair[0].name)):
-            twin = self._twin(tensor, shard, last)
+        last.sort(key=lambda pair: matrices.tie_order(pair[0].name))
+        left = ties.candidates(last, self.checkpoint, self._context)
+        for tensor, shard in last:
+            twin = ties.twin(tensor, shard, left) if (tensor, shard) in left else None
             if twin is None:
                 yield from self._planned(tensor, shard)
             else:
-                self._skip(matrices.tied(tensor, twin))
+                self._skip(self._owned(matrices.tied(tensor, twin)))
 
     def _count(self, tensor: TensorRef) -> int:
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in self._plan(tensor))
 
     def _plan(self, tensor: TensorRef) -> list[MatrixRef | Skip]:
-        if tensor.name in self.checkpoint.ties:
-            return [matrices.tied(tensor, self.checkpoint.ties[tensor.name])]
+        if tensor.name in self._ties:
+            return [matrices.tied(tensor, self._ties[tensor.name])]
         return matrices.plan(tensor, self._context)
 
+    def _owned(self, item: _Item) -> _Item:
+        """`item` under a longname that no other tensor has: where names that came late didn't let
+        `matrices.Context.renamed` see to it."""
+        longname, number = item.longname, 1
+        while self._owners.setdefault(longname, item.tensor.name) != item.tensor.name:
+            number += 1
+            longname = f"{item.longname}#{number}"
+        return item if longname == item.longname else replace(item, longname=longname)
+
     def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[_Key, _Work]]:
-        for item in self._plan(tensor):
+        for item in map(self._owned, self._plan(tensor)):
             if item.longname in self.done:
                 continue
             if isinstance(item, Skip) and item.status == "skipped":
@@ -216,8 +247,8 @@ class Pipeline:
         work = spectra.work_bytes(M, N, solver=options.solver, precision=options.precision)
         host = work + (0 if self._by_blocks(item, shard) else item.tensor.nbytes)
         if host > self.engine.budget and options.max_memory is not None:
-            limit = f"--max-memory is {self.engine.budget / 1e6:.0f} MB"
-            return Task(key=key, run=_fail(f"needs {host / 1e6:.0f} MB, and {limit}"))
+            limit = f"--max-memory is {size_text(self.engine.budget)}"
+            return Task(key=key, run=_fail(f"{NEEDS}{size_text(host)}, and {limit}"))
         n = min(M, N)
         flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
         return Task(
@@ -302,8 +333,7 @@ class Pipeline:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            reason = str(error) if isinstance(error, MatrixError) else f"{type(error).__name__}: {error}"
-            return Analysed(row=replace(row, status="failed", reason=_line(reason)), eigs=None, nbytes=0)
+            return Analysed(row=replace(row, status="failed", reason=_reason(error)), eigs=None, nbytes=0)
         spectrum, values = outcome.value
         row = replace(
             row,
@@ -345,33 +375,6 @@ class Pipeline:
         if finished and fetcher.done(name):
             self.emit(ShardDone(shard=name, number=state.number))
 
-    def _twin(self, tensor: TensorRef, shard: Shard, among: list[tuple[TensorRef, Shard]]) -> TensorRef | None:
-        """The embedding that `tensor` repeats byte for byte, if it is a head or a second embedding that does."""
-        mine = matrices.tie_order(tensor.name)
-        if not matrices.may_be_tied(tensor.name):
-            return None
-        for other, other_shard in among:
-            alike = (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
-            if {tensor.name, other.name} & self.checkpoint.distinct:
-                continue
-            first = matrices.may_be_tied(other.name) and matrices.tie_order(other.name) < mine
-            if alike and first and _equal(tensor, shard, other, other_shard):
-                return other
-        return None
-
-
-def _equal(a: TensorRef, a_shard: Shard, b: TensorRef, b_shard: Shard) -> bool:
-    for start in range(0, a.nbytes, _COMPARED_BYTES):
-        size = min(_COMPARED_BYTES, a.nbytes - start)
-        parts = (
-            replace(tensor, dtype="U8", shape=(size,), start=tensor.start + start, end=tensor.start + start + size)
-            for tensor in (a, b)
-        )
-        with a_shard.read(next(parts)) as x, b_shard.read(next(parts)) as y:
-            if not np.array_equal(x, y):
-                return False
-    return True
-
 
 def _sides(item: MatrixRef | Skip) -> tuple[int, int]:
     if isinstance(item, MatrixRef):
@@ -387,5 +390,10 @@ def _fail(reason: str) -> Callable[[str], Any]:
     return run
 
 
-def _line(text: str) -> str:
-    return " ".join(text.split())
+def _reason(error: Exception | None) -> str:
+    """Why a matrix failed, in one line; `records.may_pass` knows the reasons that begin with its words."""
+    if isinstance(error, MatrixError) or error is None:
+        return str(error)
+    trouble = "no answer" if isinstance(error, TimeoutError) else spectra.trouble(error)
+    words = {"memory": NO_MEMORY, "no answer": NO_ANSWER, "device": NO_DEVICE}.get(trouble, "")
+    return " ".join(f"{words}{type(error).__name__}: {error}".split())

@@ -236,6 +236,15 @@ class Row:
 
 ROW_COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Row))
 
+NEEDS, NO_MEMORY, NO_ANSWER, NO_DEVICE = "needs ", "no memory: ", "no answer in time: ", "device lost: "
+"""How the reason of a failure begins that lies in the machine, or in the options that say how much of it may be
+used, and not in the matrix."""
+
+
+def may_pass(row: Row) -> bool:
+    """Whether a failed row is worth another try: its reason is one that may be gone the next time."""
+    return row.status == "failed" and row.reason.startswith((NEEDS, NO_MEMORY, NO_ANSWER, NO_DEVICE))
+
 
 # Events: what a scan tells to whoever listens (the live display, a log, a test). Nothing waits for a listener.
 

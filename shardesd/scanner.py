@@ -7,12 +7,13 @@ import platform
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
+from fnmatch import fnmatchcase
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardesd import matrices, spectra
 from shardesd.engine import Engine, available_memory, cpu_device, discover, peak_memory
@@ -60,7 +61,7 @@ def scan(
     """
     output = None
     if out is not None:
-        output = OutputOptions(out=os.fspath(out), format=format, overwrite=overwrite, show_skipped=show_skipped)
+        output = OutputOptions(out=cast(str, out), format=format, overwrite=overwrite, show_skipped=show_skipped)
     what = What(
         model=model,
         revision=revision,
@@ -97,6 +98,8 @@ def stream(
 
 
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
+    if options is not None and not isinstance(options, ScanOptions):
+        raise OptionError(f"options={options!r} is invalid (expected ScanOptions)")
     known = [field.name for field in fields(ScanOptions)]
     for name in changes:
         if name not in known:
@@ -153,7 +156,7 @@ class _Scan:
                     counts[row.status] += 1
                     yield row
             if begun.state == "done":
-                self._done_already(counts)
+                self._done_already(counts, begun.table)
                 return
             self._resumed = counts.total()
             engine = Engine(
@@ -182,6 +185,7 @@ class _Scan:
                     self._nbytes += analysed.nbytes
                     yield analysed.row
             if not self._stop.is_set():
+                self._say_what_met_nothing(pipeline.longnames)
                 for row in self._skipped.values():
                     self._store.append(row, None)
                 self._files = self._store.finish(
@@ -216,11 +220,17 @@ class _Scan:
         for note in (*self._opened.notes, *checkpoint.notes):
             self._emit(Notice(message=note))
 
-    def _done_already(self, counts: Counter[str]) -> None:
-        result = self._store.result()
-        self._files = result.files
-        place = self._files[0] if self._files else "memory"
-        self._emit(Notice(message=f"already done: taken from {place} (--overwrite computes it again)"))
+    def _say_what_met_nothing(self, longnames: Collection[str]) -> None:
+        for glob in self._options.include:
+            if longnames and not any(fnmatchcase(longname, glob) for longname in longnames):
+                example = min(longnames, key=matrices.natural_key)
+                self._emit(Notice(message=f"--include '{glob}' matches no longname (such as {example})"))
+
+    def _done_already(self, counts: Counter[str], table: Path | None) -> None:
+        self._files = self._store.result().files
+        asked = self._files[0] if self._files else None
+        words = f"taken from {table}" if table == asked else f"{asked} is made from {table}"
+        self._emit(Notice(message=f"already done: {words} (--overwrite computes it again)"))
         self._emit(self._finished(counts))
 
     def _finished(self, counts: Counter[str], *, interrupted: bool = False) -> ScanFinished:

@@ -24,7 +24,9 @@ ROOMS: dict[str, list[str]] = {
     "results": [],
     "show": [],
     "demo": [],
-    "pipeline": ["source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
+    "streams": [],
+    "ties": ["checkpoint", "matrices"],
+    "pipeline": ["ties", "source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
     "opening": ["source", "checkpoint", "adapters"],
     "scanner": [
         "opening",
@@ -39,7 +41,7 @@ ROOMS: dict[str, list[str]] = {
         "results",
     ],
     "__main__": ["cli"],
-    "cli": ["scanner", "show", "results", "demo"],
+    "cli": ["scanner", "show", "results", "demo", "streams"],
     "__init__": ["scanner", "results"],
 }
 LIMITED = {"typer": {"cli"}, "rich": {"show"}, "polars": {"results", "show"}}

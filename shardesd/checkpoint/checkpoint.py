@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -188,9 +189,10 @@ class StoredCheckpoint:
         names = [shard.name for shard in self.shards]
         if self.source.commit:
             return {"model_id": self.source.model_id, "commit": self.source.commit, "shards": names}
-        known = {name: self._known[name] for name in names if name in self._known}
-        files = {name: [entry.size, entry.modified_ns, entry.header_sha256] for name, entry in known.items()}
-        return {"location": self.source.location, "shards": files}
+        # Not by the place that was named: a folder and its only file are the same weights.
+        known = [self._known[name] for name in names if name in self._known]
+        files = {os.path.realpath(one.path): [one.size, one.modified_ns, one.header_sha256] for one in known}
+        return {"shards": files}
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """See `Checkpoint.digests`."""
@@ -261,9 +263,11 @@ def open_checkpoint(source: Source, *, io: str = "auto", allow_pickle: bool = Fa
     by_name = {file.name: file for file in files}
     try:
         layout = find_layout(files, source.location, source.file, allow_pickle=allow_pickle)
-    except NoWeights:
+    except NoWeights as error:
         if source.partial:  # the list is of the cache alone: what is missing there may well exist
             source.path(f"model{SUFFIX}")
+        if os.path.isdir(os.path.join(source.location, f"model{SUFFIX}")):
+            raise NoWeights(f"{error} (model{SUFFIX} in it is a folder, not a file)") from None
         raise
     shards = list(layout.shards)
     index = None

@@ -19,6 +19,7 @@ from shardesd.records import TensorRef
 
 MAX_HEADER_BYTES = 100_000_000
 _U64_MAX = 2**64 - 1
+_MOST_DIGITS = 1000
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -138,6 +139,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(text: str) -> int | float:
+    if len(text) > _MOST_DIGITS:
+        raise _NotTheFormat(f"an integer of {len(text)} digits")
     return -0.0 if text == "-0" else int(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection
 from pathlib import Path
@@ -23,7 +24,10 @@ class Index:
     def __init__(self, name: str, path: Path, files: Collection[str] | None) -> None:
         self.name = name
         try:
-            value = strict_json(path.read_bytes())
+            raw = path.read_bytes()
+            if raw.startswith(b"version https://git-lfs"):
+                raise MalformedIndex(f"{path}: a Git LFS pointer instead of the index itself: run `git lfs pull`")
+            value = strict_json(raw.removeprefix(codecs.BOM_UTF8))
         except OSError as error:
             raise unreadable(path, error) from error
         except ValueError as error:
@@ -32,11 +36,13 @@ class Index:
         if not isinstance(weight_map, dict) or not weight_map:
             raise MalformedIndex(f"{path}: malformed index: no weight_map that names tensors")
         self._tensors: dict[str, list[str]] = {}
+        self.weight_map: dict[str, str] = {}
         for tensor, shard in weight_map.items():
             if not isinstance(shard, str):
                 raise MalformedIndex(f"{path}: tensor '{tensor}': its shard is not a string")
+            shard = shard.removeprefix("./")
+            self.weight_map[tensor] = shard
             self._tensors.setdefault(shard, []).append(tensor)
-        self.weight_map: dict[str, str] = weight_map
         for shard, tensors in self._tensors.items():
             if _leads_outside(shard):
                 raise MalformedIndex(f"{path}: tensor '{tensors[0]}': shard '{shard}' leads outside the checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ import numpy as np
 from shardesd.checkpoint import quantised
 from shardesd.checkpoint.elements import TORCH_WORDS, raw_dtype
 from shardesd.checkpoint.header import DTYPE_BITS
-from shardesd.errors import MatrixError, NotFound, NoWeights
+from shardesd.errors import MatrixError, NotFound, NoWeights, OptionError
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
@@ -31,13 +32,14 @@ def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | N
     """A checkpoint over tensors in memory; nothing is copied until it is read, and then one tensor at a time.
 
     `name` becomes the model_id, instead of the config's name_or_path or the class's name. Tensors that are the same
-    memory are in `ties`. Raises TypeError for anything but a module or a mapping, `NoWeights` where it holds no tensor.
+    memory are in `ties`. numpy arrays will do too. Raises `OptionError` for anything but a module or a mapping,
+    `NoWeights` where it holds no tensor.
     """
     import torch
     from torch.nn.parameter import is_lazy
 
     if not isinstance(model, torch.nn.Module | Mapping):
-        raise TypeError(f"expected a repo, a torch.nn.Module or a state dict, not {type(model).__name__}")
+        raise OptionError(f"expected a repo, a torch.nn.Module or a state dict, not {type(model).__name__}")
     state: Mapping[str, Any]
     if isinstance(model, torch.nn.Module):
         module: torch.nn.Module | None = model
@@ -47,19 +49,19 @@ def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | N
         module, state = None, model
     config, model_id = _describe(module)
     model_id = name or model_id
-    tensors = {
-        key: value
-        for key, value in state.items()
-        if isinstance(key, str) and isinstance(value, torch.Tensor) and not is_lazy(value)
-    }
-    if not tensors:
-        raise NoWeights(f"{model_id} holds no tensors")
-    others = [str(key) for key in state if key not in tensors]
-    notes = (
-        (f"ignored {', '.join(others[:5])}{' and more' if len(others) > 5 else ''}: no tensors, or not initialised",)
-        if others
-        else ()
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, list[str]] = {}
+    for key, value in state.items():
+        tensor = _as_tensor(value)
+        if tensor is not None and isinstance(key, str) and not is_lazy(tensor):
+            tensors[key] = tensor
+        else:
+            others.setdefault(_why_ignored(key, value, tensor), []).append(repr(key))
+    notes = tuple(
+        f"ignored {', '.join(keys[:5])}{' and more' if len(keys) > 5 else ''}: {why}" for why, keys in others.items()
     )
+    if not tensors:
+        raise NoWeights("; ".join([f"{model_id} holds no tensors under names", *notes]))
     hints = _hints(module) if module is not None else {}
     return LiveCheckpoint(model_id, tensors, config=config, hints=hints, notes=notes)
 
@@ -212,6 +214,32 @@ class LiveCheckpoint:
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor, or a numpy array as one (the same memory); None for anything else."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, np.ndarray):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that an array is read-only: nothing is written to it
+            return torch.from_numpy(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _why_ignored(key: Any, value: Any, tensor: torch.Tensor | None) -> str:
+    if tensor is not None:
+        return "not initialised" if isinstance(key, str) else f"names must be strings, not {type(key).__name__}"
+    if isinstance(value, Mapping) and any(_as_tensor(inner) is not None for inner in value.values()):
+        return "it is a dict of tensors itself; pass that one"
+    if isinstance(value, np.ndarray):
+        return f"torch can't take this array of {value.dtype}"
+    return "no tensor"
+
+
 def _describe(module: torch.nn.Module | None) -> tuple[dict[str, Any], str]:
     """A module's config as a dict, and what to call it."""
     config: Any = getattr(module, "config", None)
@@ -277,7 +305,7 @@ def _references(values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> 
             TensorRef(
                 name=name,
                 dtype=TORCH_WORDS.get(word, word.upper()),
-                shape=tuple(value.shape),
+                shape=_shape(value),
                 shard=_SHARD,
                 start=start,
                 end=end,
@@ -286,11 +314,21 @@ def _references(values: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> 
     return tuple(references)
 
 
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    """That of a nested tensor is what it would be if it were padded."""
+    if not value.is_nested:
+        return tuple(value.shape)
+    parts = [tuple(part.shape) for part in value.unbind()]
+    return len(parts), *(max(sides) for sides in zip(*parts, strict=True))
+
+
 def _unreadable(value: torch.Tensor) -> str | None:
     """Why a tensor's elements aren't plain memory, or None."""
     import torch
 
     kind = type(value)
+    if value.is_nested:
+        return "it is nested: give its parts under names of their own"
     if value.is_meta:
         return "it is on the meta device and holds no numbers: load the weights first"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

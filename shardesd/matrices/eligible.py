@@ -7,8 +7,9 @@ name, and what `unsupported` and `QUANTISED` say of weights that ought to be ana
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from shardesd.matrices.names import ends_with
 from shardesd.options import ScanOptions
@@ -42,7 +43,9 @@ UNKNOWN_LAYOUT = "unknown layout"
 """Three dimensions or more, and neither a convolution's kernel nor a known stack of experts."""
 ONE_ROW = "one row or column"
 DEPTHWISE = "depthwise conv"
-"""A kernel with one input channel per group, or one output channel: each of its slices is one row or column."""
+"""A kernel with one input channel per group: each of its slices is one column."""
+ONE_OUTPUT = "conv with one output channel"
+"""Each of its slices is one row."""
 ASPECT = "aspect ratio"
 """Longer side ≥ ``--max-aspect`` × shorter side, in a 2-D matrix that is no embedding."""
 EXCLUDED = "excluded"
@@ -54,7 +57,7 @@ QUANTISED = "quantised codes are not analysed as weights"
 
 REASONS: tuple[str, ...] = (
     *(EMBEDDING, POSITION, NORM, BIAS, BUFFER, MASK, ELEMENTWISE, PARAMETRISED, SCALE, INTEGER, EMPTY, SCALAR, VECTOR),
-    *(UNKNOWN_LAYOUT, ONE_ROW, DEPTHWISE, ASPECT, EXCLUDED, TIED, QUANTISED),
+    *(UNKNOWN_LAYOUT, ONE_ROW, DEPTHWISE, ONE_OUTPUT, ASPECT, EXCLUDED, TIED, QUANTISED),
 )
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -90,6 +93,7 @@ _BY_NAME = (
         ),
     ),
 )
+_SCALES = ("scales", "scale", "qzeros", "SCB", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_scb")
 _CODES = ends_with(r"weight|qweight|weight_packed|\w+_blocks|\w+_packed|\w+_proj")
 _CONVOLUTION = re.compile(r"(?:^|\.)[A-Za-z0-9_]*(?:[Cc]onv|patch_embed)")
 _LONGEST_UNNAMED_KERNEL = 16
@@ -141,9 +145,20 @@ def is_conv(tensor: TensorRef, hint: str | None) -> bool:
     return ndim > 3 or tensor.shape[2] <= _LONGEST_UNNAMED_KERNEL or bool(_CONVOLUTION.search(tensor.name))
 
 
-def is_quantised(tensor: TensorRef) -> bool:
-    """Whether the integers in `tensor` are codes for a weight's values."""
-    return tensor.dtype in INTEGERS and len(tensor.shape) > 1 and bool(_CODES.search(tensor.name))
+def is_quantised(tensor: TensorRef, siblings: Collection[str] | None, config: Mapping[str, Any]) -> bool:
+    """Whether the integers in `tensor` are codes for a weight's values.
+
+    Those of a plain weight wider than a byte are not, where neither config.json nor a tensor beside it (`siblings`: all
+    names, or None while they aren't known) speaks of quantisation.
+    """
+    if tensor.dtype not in INTEGERS or tensor.dtype == "BOOL" or len(tensor.shape) < 2:
+        return False
+    if not _CODES.search(tensor.name):
+        return False
+    stem, dot, leaf = tensor.name.rpartition(".")
+    if leaf != "weight" or tensor.dtype in ("I8", "U8") or siblings is None or "quantization_config" in config:
+        return True
+    return any(f"{stem}{dot}{scale}" in siblings for scale in _SCALES)
 
 
 def unsupported(dtype: str) -> str:

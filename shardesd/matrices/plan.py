@@ -12,6 +12,7 @@ import numpy as np
 from shardesd.matrices import eligible
 from shardesd.matrices.layouts import Part, find_layout, is_stack, promised_experts, promised_parts
 from shardesd.matrices.names import Name, parse_name
+from shardesd.matrices.unique import renamed
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
 
@@ -31,6 +32,11 @@ class Context:
     hints: Mapping[str, str] = field(default_factory=dict)
     """Tensor name → what its module is, where that is known: ``embedding``, ``norm``, ``conv`` (a convolution),
     ``conv1d`` (a 1-D one or transformers' Conv1D; dimensions tell which)."""
+    renamed: Mapping[str, str] = field(init=False)
+    """See `matrices.unique`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "renamed", renamed(self.names or ()))
 
 
 def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
@@ -39,6 +45,20 @@ def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     A tensor whose elements can't be analysed (packed codes that can't be decoded) gives one `Skip` with status
     ``failed``, where it would have given a matrix.
     """
+    found = _plan(tensor, context)
+    instead = context.renamed.get(tensor.name)
+    if instead is None:
+        return found
+    own = parse_name(tensor.name).longname
+    return [replace(item, longname=instead + item.longname.removeprefix(own)) for item in found]
+
+
+def is_excluded(tensor: TensorRef, context: Context) -> bool:
+    """Whether ``--include`` and ``--exclude`` leave out all of a tensor, whatever else would be said of it."""
+    return all(eligible.is_excluded(item.longname, context.options) for item in plan(tensor, context))
+
+
+def _plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     name = _name(tensor.name, context)
     reason = eligible.reason_by_name(
         tensor.name, name.block_type, len(tensor.shape), context.names or frozenset(), context.options
@@ -51,7 +71,7 @@ def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     if reason:
         return [_skip(name, tensor, reason)]
     if tensor.dtype in eligible.INTEGERS:
-        if not eligible.is_quantised(tensor):
+        if not eligible.is_quantised(tensor, context.names, context.config):
             return [_skip(name, tensor, eligible.INTEGER)]
         if eligible.is_excluded(name.longname, context.options):
             return [_skip(name, tensor, eligible.EXCLUDED)]
@@ -144,7 +164,7 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
     if eligible.is_excluded(name.longname, context.options):
         return _skip(name, tensor, eligible.EXCLUDED)
     if min(M, N) == 1:
-        return _skip(name, tensor, eligible.DEPTHWISE)
+        return _skip(name, tensor, eligible.DEPTHWISE if N == 1 else eligible.ONE_OUTPUT)
     return MatrixRef(
         longname=name.longname,
         tensor=tensor,

@@ -5,7 +5,8 @@ For ascending λ_0 … λ_{N-1}, a start i and its tail of n = N - i values:
     α_i = 1 + n / S_i,   S_i = Σ_{j≥i} ln(λ_j/λ_i)                      (the Hill estimator)
     D_i = max_k |1 - (λ_{i+k}/λ_i)^(1-α_i) - k/n|,   k = 0 … n-1        (Kolmogorov-Smirnov)
 
-A start is valid where λ_i > 0 and S_i > 0 (else α_i would be infinite: all of the tail is one value).
+A start is valid where λ_i > 0 and ln(λ_{N-1}/λ_i) > N·ε, ε = 2^-52: else all of the tail is one value, to within what
+an eigensolver gets right of it, and α_i would measure rounding.
 The start is chosen by one of three rules, see `fit_power_law`. Time is O(N) per start that is looked at in full,
 memory O(N).
 """
@@ -95,7 +96,8 @@ class _Tails:
         """ln(λmax/λ_j); for λ_j ≤ 0 without meaning, and not used."""
         spread = _suffix_sums(n_above * steps)
         spread[:first] = 0
-        self.hill = np.divide(n_above + 1, spread, out=np.zeros(size), where=spread > 0)
+        valid = (spread > 0) & (self._depth > size * np.finfo(np.float64).eps)
+        self.hill = np.divide(n_above + 1, spread, out=np.zeros(size), where=valid)
         """α - 1 of every start; 0 where the start is not valid."""
 
     def valid(self, begin: int, count: int) -> NDArray[np.intp]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import filelock
+import psutil
 
 from shardesd.errors import NoSpace, ResultsError
 
@@ -128,6 +129,16 @@ def make_folders(folders: Iterable[Path]) -> None:
                     probe.unlink(missing_ok=True)
 
 
+def remove_stale_locks(folder: Path) -> None:
+    """Removes the locks in `folder` that processes of this machine left which are no more."""
+    for holder in folder.glob("*.pid"):
+        lock = Lock(holder.with_suffix(".lock"))
+        if lock.is_stale():
+            with suppress(ResultsError):
+                lock.acquire(0, lambda holder: holder)
+                lock.release()
+
+
 def remove_leftovers(paths: Iterable[Path]) -> None:
     """Removes what a killed process left beside these files. Only for whoever holds the lock on them."""
     for path in paths:
@@ -154,19 +165,38 @@ class Lock:
         """Waits `timeout` s; raises `ResultsError` with what `held` makes of its holder (``process 7 on host``)."""
         with named_errors(self.path):
             try:
-                self._lock.acquire(timeout=timeout)
+                self._wait(timeout)
             except filelock.Timeout:
                 raise ResultsError(held(self._read_holder())) from None
             with suppress(OSError):  # a help for others, not a condition
                 self._holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
 
+    @property
+    def is_held(self) -> bool:
+        return bool(self._lock.is_locked)
+
     def release(self) -> None:
-        if not self._lock.is_locked:
+        if not self.is_held:
             return
         for path in (self._holder, self.path):
             with suppress(OSError):
                 path.unlink(missing_ok=True)
         self._lock.release()
+
+    def is_stale(self) -> bool:
+        """Whether the holder that it names is a process of this machine that is no more."""
+        match = re.fullmatch(r"process (\d+) on (.*)", self._read_holder())
+        return match is not None and match[2] == platform.node() and not psutil.pid_exists(int(match[1]))
+
+    def _wait(self, timeout: float) -> None:
+        for attempt in range(10):
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire(timeout=timeout)
+                return
+            except FileNotFoundError:  # another process, which needed the folder no more, has just removed it
+                if attempt == 9:
+                    raise
 
     def _read_holder(self) -> str:
         with suppress(OSError, UnicodeDecodeError):

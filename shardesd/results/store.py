@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -13,8 +14,16 @@ import numpy as np
 
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row
-from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
+from shardesd.records import Row, may_pass
+from shardesd.results.files import (
+    Lock,
+    atomic,
+    file_stem,
+    make_folders,
+    named_errors,
+    remove_leftovers,
+    remove_stale_locks,
+)
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result
 from shardesd.results.stored import StoredSpectra, write_spectra
@@ -23,6 +32,8 @@ from shardesd.results.tables import read_table, row_values, table_bytes, to_fram
 
 Order = Callable[[str], Any]
 Amend = Callable[[Row], Row]
+_PATIENCE = 0.2
+"""Seconds to wait for a lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,9 @@ class Begun:
     state: Literal["new", "resumed", "done"]
     rows: tuple[Row, ...] = ()
     """Already there, skipped ones too: in their final order when done, in the order of computation when resumed."""
+    table: Path | None = None
+    """When done: the table that the rows were taken from; in another format than the one asked for, that one was made
+    from it."""
 
 
 class ModelStore:
@@ -71,17 +85,21 @@ class ModelStore:
         version), and under any other keys which weights they are. A finished table or an unfinished scan with an equal
         one is taken up ("done", "resumed"); one with another is refused unless `overwrite`, which computes everything
         anew and leaves the old table in place until the new one replaces it. A table that is done in another format
-        is written in this one too.
+        is written in this one too. Failed rows whose reason may be gone (`records.may_pass`) are as if they were not
+        there; a table with such rows is no longer done.
 
         Raises `ResultsError` (not writable, made otherwise, or being written by another process) and `NoSpace`.
         """
         plain: dict[str, Any] = json.loads(json.dumps(fingerprint))
         folders = [self.out, *(path.parent for path in (self.table_path, self.spectra_path, self.run_path))]
-        make_folders([*folders, self.journal_path.parent])
+        make_folders(folders)
         try:
+            # Not 0: whoever removes stale locks holds them for a moment.
             self._lock.acquire(
-                0, lambda holder: f"{holder} is scanning {self.model_id} into {self.out}; wait, or choose another --out"
+                _PATIENCE,
+                lambda holder: f"{holder} is scanning {self.model_id} into {self.out}; wait, or choose another --out",
             )
+            remove_stale_locks(self.journal_path.parent)
             tables = [self._table(format) for format in FORMATS]
             remove_leftovers([*tables, self.spectra_path, self.run_path])
             read_summary(self.out)  # to fail now rather than when all is computed
@@ -182,7 +200,10 @@ class ModelStore:
             else:
                 self._journal.remove()
             self._journal = None
-        self._lock.release()
+        if self._lock.is_held:
+            self._lock.release()
+            with suppress(OSError):  # others' work is in it, or it can't be removed
+                self.journal_path.parent.rmdir()
 
     def _look(self, fingerprint: dict[str, Any], overwrite: bool) -> Begun | None:
         """What of earlier runs can be taken up; None for nothing."""
@@ -191,11 +212,15 @@ class ModelStore:
         table = next((t for t in map(self._table, (self.format, *FORMATS)) if t.exists()), None)
         run = self._provenance()
         if table and run.get("fingerprint") == fingerprint:
-            return self._take_done(table, run)
+            rows = to_rows(read_table(table))
+            if not any(map(may_pass, rows)):
+                return self._take_done(table, run)
+            self._take_apart(rows, fingerprint)
+            return self._resumed()
         journal = Journal.open(self.journal_path)
         if journal is not None and journal.fingerprint == fingerprint:
             self._journal = journal
-            return Begun("resumed", tuple(journal.rows.values()))
+            return self._resumed()
         remedy = "add --overwrite to replace it, or choose another --out"
         if journal is not None:
             journal.close()
@@ -206,6 +231,23 @@ class ModelStore:
             why = _difference(journal.fingerprint, fingerprint)
             raise ResultsError(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
         return None
+
+    def _resumed(self) -> Begun:
+        return Begun("resumed", tuple(row for row in self._open_journal().rows.values() if not may_pass(row)))
+
+    def _take_apart(self, rows: Iterable[Row], fingerprint: dict[str, Any]) -> None:
+        """Makes an unfinished scan of a finished one, whose files stay until it is finished again."""
+        journal = Journal.open(self.journal_path)
+        if journal is None or journal.fingerprint != fingerprint:
+            if journal is not None:
+                journal.close()
+            journal = Journal.create(self.journal_path, fingerprint)
+        self._journal = journal
+        spectra = StoredSpectra(self.spectra_path)
+        for row in rows:
+            known = journal.rows.get(row.longname)
+            if row.status != "skipped" and not may_pass(row) and (known is None or may_pass(known)):
+                journal.append(row, spectra.get(row.longname))
 
     def _take_done(self, table: Path, run: dict[str, Any]) -> Begun:
         layers = read_table(table)
@@ -224,7 +266,7 @@ class ModelStore:
             (leftover.remove if leftover.fingerprint == run["fingerprint"] else leftover.close)()
         self._rows = rows
         update_summary(self.out, self.result().summary)
-        return Begun("done", tuple(rows))
+        return Begun("done", tuple(rows), table)
 
     def _write_table(self, rows: Iterable[Row]) -> None:
         layers = to_frame(row for row in rows if self.show_skipped or row.status != "skipped")

@@ -48,7 +48,8 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
     """A model's row of the summary, from its table. `model_id` and `revision` are for a table without rows.
 
     `num_layers` counts the rows with status ``ok``. The statistics of alpha, alpha_weighted, D and log_alpha_norm are
-    over those of them whose fit succeeded (alpha > 0); all others over all of them. `num_failed` counts the rows with
+    over those of them whose fit succeeded (alpha > 0), those of entropy over those whose matrix_rank exceeds 1 (at 1
+    its denominator is next to nothing); all others over all of them. `num_failed` counts the rows with
     status ``failed`` and the ok ones whose fit failed. Quantiles are linear interpolations, `alpha_std` is the
     sample's (ddof = 1) and None for one row, as is every statistic of none. `seconds` is the sum over all rows.
     """
@@ -56,7 +57,8 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
     fitted = ok.filter(pl.col("alpha") > 0)
     first = layers.row(0, named=True) if layers.height else {"model_id": model_id, "revision": revision}
     alpha = _numbers(fitted, "alpha")
-    spectral_norm, stable_rank, entropy = (_numbers(ok, name) for name in ("spectral_norm", "stable_rank", "entropy"))
+    spectral_norm, stable_rank = (_numbers(ok, name) for name in ("spectral_norm", "stable_rank"))
+    entropy = _numbers(ok.filter(pl.col("matrix_rank").fill_null(2) > 1), "entropy")
     values = {
         "model_id": first["model_id"],
         "revision": first["revision"],

@@ -153,6 +153,10 @@ def layout(columns: Sequence[Column], width: int, alpha: str, longest_name: int 
         if left - column.width - gap >= min(column.room, longest_name):
             left -= column.width + gap
             kept.add(column.cell)
+    lone = [column for column in columns if column.cell in kept & {M.cell, N.cell}]
+    if len(lone) == 1:  # one side says little
+        kept.remove(lone[0].cell)
+        left += lone[0].width + gap
     chosen = tuple(column for column in columns if column.cell in kept)
     return Layout(chosen, max(1, min(left, longest_name, _MOST_NAME)), gap, alpha)
 

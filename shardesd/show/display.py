@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -16,6 +17,7 @@ from shardesd.show.live import picture
 from shardesd.show.plain import PlainLines, failed_line, finished_line, skipped_line
 from shardesd.show.progress import Progress
 from shardesd.show.text import Lines, encodable, printable
+from shardesd.show.unfailing import Unfailing
 
 Listener = Callable[[Event], None]
 
@@ -34,7 +36,7 @@ def display(
     or where stdout is not a terminal). The listener may be called from several threads.
     """
     live = _is_live(console)
-    console = console or Console(stderr=True)
+    console = console or Console(file=cast(TextIO, Unfailing(sys.stderr)))
     if quiet:
         yield _quiet(console)
     elif live:

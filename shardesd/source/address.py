@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from shardesd.errors import NotFound, OptionError
+from shardesd.errors import NotFound, OptionError, SourceError
 from shardesd.source.base import Source
 
 _SCHEME = "hf://"
@@ -39,6 +39,7 @@ def open_source(repo: str | os.PathLike[str], *, revision: str | None = None) ->
     text = os.fspath(repo)
     if not text:
         raise OptionError("REPO is empty (expected a local folder or file, or a Hub model id such as org/name)")
+    hint = ""
     if not text.startswith(_SCHEME):
         path = Path(os.path.expanduser(text))
         if os.path.lexists(path):
@@ -50,12 +51,20 @@ def open_source(repo: str | os.PathLike[str], *, revision: str | None = None) ->
                     f"(leave it out, or write hf://{text} for the model on the Hub)"
                 )
             return open_local(path)
+        hint = "; write a Hub model as org/name or hf://org/name" if "://" in text else ""
+        folder, at, inline = text.rpartition("@")
+        if at and os.path.exists(os.path.expanduser(folder)):
+            hint = f"; '{folder}' is here, but what is local has no revisions: leave '@{inline}' out"
         if not isinstance(repo, str) or _looks_like_path(text):
-            hint = "; write a Hub model as org/name or hf://org/name" if "://" in text else ""
             raise NotFound(f"no such file or folder: '{text}'{hint}")
     from shardesd.source.hub import open_hub
 
-    return open_hub(parse_hub(text, revision))
+    try:
+        return open_hub(parse_hub(text, revision))
+    except SourceError as error:
+        if not hint:
+            raise
+        raise type(error)(f"{error}{hint}") from error
 
 
 def parse_hub(text: str, revision: str | None = None) -> HubAddress:

@@ -13,7 +13,10 @@ FAST_RATIO = 4
 consumer cards."""
 _RATIO_ATTRIBUTE = 87  # CU_DEVICE_ATTRIBUTE_SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO
 
-_MEMORY = ("out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED")
+_MEMORY = (
+    *("out of memory", "cudaErrorMemoryAllocation", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED"),
+    *("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory"),
+)
 _LOST = (
     *("CUDA error", "CUDA driver error", "cudaError", "device-side assert", "illegal memory access", "CUDA_ERROR"),
     *("CUBLAS_STATUS_", "CUSOLVER_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_INTERNAL_ERROR", "uncorrectable ECC"),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # λ of the whole Gram beyond these lose digits to overflow or underflow; then the matrix is scaled by a power of two.
 _TRACE_RANGE = {"float64": (1e-200, 1e290), "float32": (1e-20, 1e30)}
 
+_UNDERFLOW = "every λ underflows float64: its elements are below 1e-162"
 _DIVERGED = "the eigenvalues of the Gram matrix did not converge (try --solver svd)"
 
 
@@ -53,6 +54,8 @@ def compute(
         solvers.add(used)
     with np.errstate(over="ignore"):
         eigs_K = np.sort(np.concatenate(parts)) * scale
+    if not eigs_K[-1] > 0 and any(_exponent(matrix) is not None for matrix in slices):
+        raise MatrixError(_UNDERFLOW)
     return _spectrum(eigs_K, "svd" if "svd" in solvers else "gram", width, device, time.perf_counter() - started)
 
 
@@ -106,6 +109,8 @@ def compute_many(
             if at in errors:
                 raise errors[at]
             eigs = _scaled(np.maximum(eigs_BN[at], 0.0), 2 * exponents[at])
+            if exponents[at] and not eigs[-1] > 0:
+                raise MatrixError(_UNDERFLOW)
             if np.isnan(eigs).any() and solver == "gram":
                 raise MatrixError(_DIVERGED)
             if np.isnan(eigs).any() or _drowned(eigs, solver, width, resolve):

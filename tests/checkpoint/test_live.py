@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardesd.checkpoint import LiveCheckpoint, StoredMatrix, open_checkpoint, open_live
-from shardesd.errors import MatrixError, NotFound, NoWeights
+from shardesd.errors import MatrixError, NotFound, NoWeights, OptionError
 from shardesd.records import TensorRef
 
 
@@ -197,11 +197,11 @@ def test_what_is_no_tensor_is_said() -> None:
     lazy: Any = nn.LazyLinear(3)
     checkpoint = open_live({"w": torch.ones(1), "step": 3, "lazy": lazy.weight})
     assert checkpoint.names == {"w"}
-    assert checkpoint.notes == ("ignored step, lazy: no tensors, or not initialised",)
+    assert checkpoint.notes == ("ignored 'step': no tensor", "ignored 'lazy': not initialised")
 
 
 def test_refuses_what_is_no_model() -> None:
-    with pytest.raises(TypeError, match=r"torch\.nn\.Module or a state dict, not list"):
+    with pytest.raises(OptionError, match=r"torch\.nn\.Module or a state dict, not list"):
         open_live([1])  # type: ignore[arg-type]
     with pytest.raises(NoWeights, match="holds no tensors"):
         open_live({})

@@ -141,9 +141,17 @@ def test_a_convolution_is_pooled_from_its_kernel_positions(kernel: tuple[int, ..
         assert np.shares_memory(view, raw)
 
 
-@pytest.mark.parametrize("shape", [(8, 1, 3, 3), (1, 8, 3, 3), (8, 1, 5)])
-def test_a_convolution_with_one_channel_is_skipped(shape: tuple[int, ...]) -> None:
-    assert skip(plan(tensor("conv.weight", *shape), Context())).reason == eligible.DEPTHWISE
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ((8, 1, 3, 3), eligible.DEPTHWISE),
+        ((1, 1, 3, 3), eligible.DEPTHWISE),
+        ((8, 1, 5), eligible.DEPTHWISE),
+        ((1, 8, 3, 3), eligible.ONE_OUTPUT),
+    ],
+)
+def test_a_convolution_with_one_channel_is_skipped(shape: tuple[int, ...], reason: str) -> None:
+    assert skip(plan(tensor("conv.weight", *shape), Context())).reason == reason
 
 
 def test_the_aspect_rule_is_not_for_convolutions() -> None:

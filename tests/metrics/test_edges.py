@@ -138,3 +138,17 @@ def test_memory_is_linear() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 64e6
+
+
+@pytest.mark.parametrize("method", ["xmin_mid", "xmin_peak", "DKS"])
+def test_rounding_is_no_tail(method: str) -> None:
+    """The λ of an orthogonal matrix, as a solver gives them; and of one whose λ are told apart by more than that."""
+    rng = np.random.default_rng(5)
+    Q, _ = np.linalg.qr(rng.standard_normal((200, 200)))
+    eigs = np.linalg.eigvalsh(Q @ Q.T)
+    assert 0 < eigs[-1] - eigs[0] < 1e-13
+    assert fit_power_law(eigs, method=method).fit_status == "no_valid_fit"
+    assert fit_power_law(1 + np.arange(200) * 1e-9, method=method).fit_status == "ok"
+    mixed = np.concatenate([np.linspace(0.1, 0.9, 100), 1 + 1e-15 * rng.integers(0, 9, 101)])
+    fit = fit_power_law(np.sort(mixed), method="DKS")
+    assert (fit.alpha < 100, fit.n_tail is not None and fit.n_tail > 101) == (True, True)

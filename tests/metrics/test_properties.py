@@ -26,7 +26,7 @@ def reference_fits(eigs: list[float]) -> dict[int, tuple[float, float]]:
         for i in range(len(eigs) - 1):
             tail = logs[i:]
             n = len(tail)
-            if tail[0].is_infinite() or tail[0] == tail[-1]:
+            if tail[0].is_infinite() or tail[-1] - tail[0] <= len(eigs) * Decimal(2) ** -52:
                 continue
             alpha = 1 + n / sum((x - tail[0] for x in tail), Decimal(0))
             distance = max(abs(1 - ((1 - alpha) * (tail[k] - tail[0])).exp() - Decimal(k) / n) for k in range(n))

@@ -22,6 +22,7 @@ from shardesd.options import FORMATS, ScanOptions
 from shardesd.records import Row
 from shardesd.results import MemoryStore, ModelStore, read_table, to_rows
 from shardesd.results import store as store_module
+from shardesd.results.store import Begun
 
 ROOT = Path(__file__).parents[2]
 Rows = Callable[..., Row]
@@ -422,3 +423,52 @@ def test_memory_store_gives_the_same(tmp_path: Path, scan: Callable[..., ModelSt
     assert (result.summary, result.skipped, result.files) == (on_disk.summary, on_disk.skipped, ())
     assert list(result.spectra) == list(on_disk.spectra)
     assert all(np.array_equal(result.spectra[name], on_disk.spectra[name]) for name in NAMES)
+
+
+def test_rows_that_failed_for_a_passing_reason_are_computed_again(tmp_path: Path, row: Rows, eigs: Eigs) -> None:
+    def fill(store: ModelStore, rows: list[Row]) -> Begun:
+        begun = store.begin(fingerprint(), overwrite=False)
+        for one in rows:
+            store.append(one, eigs(one.longname) if one.status == "ok" else None)
+        return begun
+
+    first = [
+        row("a"),
+        row("b", status="failed", reason="NaN or Inf among its 3×3 elements"),
+        row("c", status="failed", reason="needs 3 GB, and --max-memory is 1 GB"),
+        row("d", status="failed", reason="no memory: MemoryError: "),
+        row("e", status="failed", reason="no answer in time: TimeoutError: no answer from the CPU after 9 s"),
+        row("s", status="skipped", reason="bias"),
+    ]
+    with ModelStore(tmp_path, "org/name", None, show_skipped=True) as store:
+        fill(store, first)
+        store.finish(str, {})
+    before = store.table_path.read_bytes()
+    # Interrupted: the finished table stays, and what was computed is not lost.
+    with ModelStore(tmp_path, "org/name", None) as store:
+        begun = fill(store, [row("c")])
+        assert (begun.state, [one.longname for one in begun.rows]) == ("resumed", ["a", "b"])
+    assert store.table_path.read_bytes() == before
+    with ModelStore(tmp_path, "org/name", None) as store:
+        begun = fill(store, [row("d"), row("e", status="failed", reason="needs 3 GB, and …"), first[-1]])
+        assert (begun.state, sorted(one.longname for one in begun.rows)) == ("resumed", ["a", "b", "c"])
+        store.finish(str, {})
+    result = store.result()
+    assert result.layers["status"].to_list() == ["ok", "failed", "ok", "ok", "failed"]
+    assert to_rows(result.layers)[0] == row("a")
+    assert sorted(result.spectra) == ["a", "c", "d"]
+    assert all(np.array_equal(result.spectra[name], eigs(name)) for name in "acd")
+    with ModelStore(tmp_path, "org/name", None) as store:
+        assert fill(store, [row("e")]).state == "resumed"
+        store.finish(str, {})
+    with ModelStore(tmp_path, "org/name", None) as store:
+        assert store.begin(fingerprint(), overwrite=False).state == "done"
+
+
+def test_an_unfinished_scan_tries_such_rows_again_too(tmp_path: Path, row: Rows) -> None:
+    with ModelStore(tmp_path, "org/name", None) as store:
+        store.begin(fingerprint(), overwrite=False)
+        store.append(row("a", status="failed", reason="all zeros: every λ is 0"), None)
+        store.append(row("b", status="failed", reason="no memory: MemoryError: "), None)
+    with ModelStore(tmp_path, "org/name", None) as store:
+        assert [one.longname for one in store.begin(fingerprint(), overwrite=False).rows] == ["a"]

@@ -178,3 +178,11 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert [child.wait(60) for child in children] == [0, 0, 0]
     assert {row["model_id"] for row in read_summary(tmp_path)} == {f"{name}{i}" for name in "abc" for i in range(15)}
     assert os.listdir(tmp_path) == ["summary.csv"]
+
+
+def test_rows_of_rank_one_stay_out_of_the_mean_entropy(row: Callable[..., Row]) -> None:
+    rows = [row("a", entropy=0.5), row("b", entropy=0.7), row("c", entropy=1.2, matrix_rank=1), row("d", matrix_rank=0)]
+    summary = summarise(to_frame(rows))
+    assert summary["entropy_mean"] == pytest.approx(0.6)
+    assert summary["entropy_median"] == pytest.approx(0.6)
+    assert summary["num_layers"] == 4

@@ -280,3 +280,87 @@ def test_real_shards_of_another_library_are_accepted(tmp_path: Path, out: Path) 
     folder = sharded(tmp_path / "model", random_weights())
     assert load_file(sorted(folder.glob("*.safetensors"))[0])
     assert cli("scan", folder, "--out", out, "--quiet").exit_code == 0
+
+
+def test_an_index_may_begin_with_a_mark_and_name_shards_with_a_dot(tmp_path: Path, out: Path) -> None:
+    folder = sharded(tmp_path / "model", random_weights())
+    path = folder / "model.safetensors.index.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b'"model-', b'"./model-'))
+    assert cli("scan", folder, "--out", out).exit_code == 0
+    assert pl.read_csv(out / "models" / "model.csv").height == 6
+
+
+def test_an_index_that_is_a_git_lfs_pointer(tmp_path: Path, out: Path) -> None:
+    folder = sharded(tmp_path / "model", random_weights())
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4380\n"
+    (folder / "model.safetensors.index.json").write_text(pointer)
+    fails("scan", folder, "--out", out, says=["index.json", "LFS", "git lfs pull"])
+
+
+def test_a_folder_that_is_called_like_a_file(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "model" / "model.safetensors").mkdir(parents=True)
+    fails("scan", tmp_path / "model", "--out", out, says=["model.safetensors in it is a folder"])
+
+
+def test_an_integer_of_thousands_of_digits(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "model").mkdir()
+    text = b'{"a.weight": {"dtype": "F32", "shape": [' + b"9" * 5000 + b'], "data_offsets": [0, 4]}}'
+    (tmp_path / "model" / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    fails("scan", tmp_path / "model", "--out", out, says=["malformed", "an integer of 5000 digits"])
+
+
+@pytest.mark.parametrize("prefix", ["", "./"])
+def test_a_local_folder_has_no_revisions(
+    tmp_path: Path, out: Path, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shardesd.source.hub
+    from shardesd.errors import Offline
+
+    def offline(address: object) -> None:
+        raise Offline("the Hub can't be reached")
+
+    monkeypatch.setattr(shardesd.source.hub, "open_hub", offline)
+    monkeypatch.chdir(tmp_path)
+    one_file(tmp_path / "model", random_weights())
+    fails("scan", f"{prefix}model@main", "--out", out, says=[f"'{prefix}model' is here", "leave '@main' out"])
+
+
+def test_globs_that_match_nothing_are_named(tmp_path: Path, out: Path) -> None:
+    folder = one_file(tmp_path / "model", random_weights())
+    result = cli("scan", folder, "--out", out, "--include", "*.c_attn", "--include", "*.q_proj")
+    assert result.exit_code == 0
+    notes = [line for line in result.stderr.splitlines() if "matches no longname" in line]
+    assert len(notes) == 1
+    assert "--include '*.c_attn'" in notes[0]
+    assert "such as model.embed_tokens" in notes[0]
+
+
+def test_numbers_without_a_meaning_of_their_own(tmp_path: Path, out: Path) -> None:
+    tensors = random_weights(layers=1)
+    tensors["causal.weight"] = np.ones((8, 8), np.bool_)
+    tensors["table.weight"] = np.arange(64).reshape(8, 8)
+    tensors["codes.weight"] = np.ones((8, 8), np.int8)
+    tensors["packed.weight"] = np.ones((8, 8), np.int32)
+    tensors["packed.scales"] = np.ones((8, 1), np.float16)
+    tensors["tiny.weight"] = np.full((8, 8), 1e-300)
+    tensors["head.weight"] = np.ones((1, 8, 3, 3), np.float32)
+    tensors["deep.weight"] = np.ones((8, 1, 3, 3), np.float32)
+    assert cli("scan", one_file(tmp_path / "model", tensors), "--out", out, "--show-skipped").exit_code == 3
+    rows = {row["longname"]: row for row in pl.read_csv(out / "models" / "model.csv").to_dicts()}
+    for name, status, reason in (
+        ("causal", "skipped", "integer tensor"),
+        ("table", "skipped", "integer tensor"),
+        ("codes", "failed", "quantised codes"),
+        ("packed", "failed", "quantised codes"),
+        ("tiny", "failed", "every λ underflows float64"),
+        ("head", "skipped", "conv with one output channel"),
+        ("deep", "skipped", "depthwise conv"),
+    ):
+        assert rows[name]["status"] == status, name
+        assert reason in rows[name]["reason"]
+
+
+def test_a_plain_path_is_shown_without_a_second_slash(tmp_path: Path, out: Path) -> None:
+    (tmp_path / "model").mkdir()
+    result = cli("scan", f"/{tmp_path}/model", "--out", out)
+    assert f" {tmp_path}/model holds no safetensors" in result.stderr

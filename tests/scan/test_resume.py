@@ -159,3 +159,91 @@ def test_json_lines_are_the_rows(folder: Path, tmp_path: Path) -> None:
     assert (
         rows["longname"].to_list() == pl.read_csv(tmp_path / "results" / "models" / "model.csv")["longname"].to_list()
     )
+
+
+def test_rows_that_lacked_memory_are_computed_when_there_is_more(tmp_path: Path) -> None:
+    tensors = random_weights(size=300)
+    tensors["model.layers.0.self_attn.q_proj.weight"] = np.zeros((8, 8), np.float32)
+    folder = one_file(tmp_path / "model", tensors | {"small.weight": tensors["model.norm.weight"].reshape(20, 15)})
+    out = tmp_path / "results"
+    assert cli("scan", folder, "--out", out, "--max-memory", "1MB").exit_code == 3
+    before = {row["longname"]: row for row in pl.read_csv(out / "models" / "model.csv").to_dicts()}
+    assert before["small"]["status"] == "ok"
+    assert sum("needs " in (row["reason"] or "") for row in before.values()) == 5
+    computed = started(folder, out, max_memory="1GB")
+    assert sorted(computed) == sorted(name for name, row in before.items() if "needs " in (row["reason"] or ""))
+    after = {row["longname"]: row for row in pl.read_csv(out / "models" / "model.csv").to_dicts()}
+    assert after["small"] == before["small"]
+    assert [name for name, row in after.items() if row["status"] == "failed"] == ["model.layers.0.self_attn.q_proj"]
+    assert len(load_file(out / "spectra" / "model.safetensors")) == 6
+    assert started(folder, out) == []
+
+
+def test_reasons_of_the_machine_may_pass_and_others_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardesd import spectra
+
+    errors = iter([MemoryError("x"), TimeoutError("y"), ValueError("z"), RuntimeError("CUDA error: an illegal memory")])
+    real = spectra.compute
+
+    def compute(*arguments: object, **options: object) -> object:
+        if (error := next(errors, None)) is not None:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(spectra, "compute", compute)
+    folder = one_file(tmp_path / "model", random_weights())
+    shardesd.scan(folder, out=tmp_path / "results", device="cpu")
+    layers = pl.read_csv(tmp_path / "results" / "models" / "model.csv")
+    reasons = sorted(reason for reason in layers["reason"] if reason)
+    assert len(reasons) == 4
+    assert len(started(folder, tmp_path / "results")) == 3
+
+
+def test_a_folder_and_its_only_file_are_the_same_weights(folder: Path, tmp_path: Path) -> None:
+    assert len(started(folder, tmp_path / "results", include="*layers.3.*")) == 3
+    assert started(folder / "model.safetensors", tmp_path / "results", include="*layers.3.*") == []
+    (tmp_path / "link").symlink_to(folder)
+    assert started(tmp_path / "link", tmp_path / "results", include="*layers.3.*") == []
+
+
+def test_a_table_in_another_format_says_what_it_is_made_from(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    assert len(started(folder, out, include="*layers.3.*")) == 3
+    result = cli("scan", folder, "--out", out, "--include", "*layers.3.*", "--format", "parquet")
+    models = out / "models"
+    assert f"already done: {models / 'model.parquet'} is made from {models / 'model.csv'}" in result.stderr
+
+
+def test_the_folder_of_unfinished_scans_goes_with_the_last_of_them(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results"
+    started(folder, out, include="*layers.3.*")
+    assert sorted(path.name for path in out.iterdir()) == ["models", "runs", "spectra", "summary.csv"]
+    started(folder, out, include="*layers.3.*")
+    assert not (out / "partial").exists()
+
+
+def test_locks_of_the_dead_are_removed_and_those_of_the_living_stay(folder: Path, tmp_path: Path) -> None:
+    import platform
+
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    partial = tmp_path / "results" / "partial"
+    partial.mkdir(parents=True)
+    for name, text in (
+        ("dead", f"process {dead.pid} on {platform.node()}"),
+        ("alive", f"process {os.getpid()} on {platform.node()}"),
+        ("elsewhere", f"process {dead.pid} on another-{platform.node()}"),
+    ):
+        (partial / f"{name}.pid").write_text(text)
+        (partial / f"{name}.lock").touch()
+    started(folder, tmp_path / "results", include="*layers.3.*")
+    left = {path.name for path in partial.iterdir()}
+    assert left == {"alive.pid", "alive.lock", "elsewhere.pid", "elsewhere.lock"}
+
+
+def test_the_demo_may_be_told_not_to_overwrite(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardesd.demo.minilm", lambda: folder)
+    for arguments, again in (([], False), ([], False), (["--no-overwrite"], True), (["--overwrite"], False)):
+        result = cli("demo", "--out", tmp_path / "results", *arguments)
+        assert result.exit_code == 0
+        assert ("already done" in result.stderr) is again

@@ -170,3 +170,13 @@ def test_the_gpu_gives_the_same_eigenvalues(shape: tuple[int, int], dtype: type)
     W_MN = np.random.default_rng(8).standard_t(2, shape).astype(dtype)
     assert check(W_MN, device="cuda:0").device == "cuda:0"
     check(W_MN, device="cuda:0", solver="svd")
+
+
+@pytest.mark.parametrize("solver", ["auto", "svd"])
+def test_weights_too_small_for_their_squares_are_not_called_zeros(solver: str) -> None:
+    tiny = Array(np.full((4, 4), 1e-300))
+    with pytest.raises(MatrixError, match="underflows float64"):
+        spectra.compute([tiny], solver=solver)
+    with pytest.raises(MatrixError, match="all zeros"):
+        spectra.compute([Array(np.zeros((4, 4)))], solver=solver)
+    assert spectra.compute([tiny, Array(np.eye(4))], solver=solver).eigs[-1] == 1
