@@ -23,7 +23,10 @@ def classify(error: Exception) -> Trouble:
     return {NoMemory: "memory", Lost: "device"}.get(type(error), "task")
 
 
-def scan(devices: Sequence[Device], tasks: Sequence[Task], **options: object) -> tuple[dict[object, Outcome], list[str]]:
+Found = tuple[dict[object, Outcome], list[str]]
+
+
+def scan(devices: Sequence[Device], tasks: Sequence[Task], **options: object) -> Found:
     notices: list[str] = []
     engine = Engine(
         tuple(devices), budget=10**9, fallback=Device("cpu", slots=2), classify=classify, notice=notices.append

@@ -49,7 +49,7 @@ def test_a_value_of_the_wrong_kind_is_an_option_error(arguments: dict[str, Any])
     refused(says=r"expected|more than|revision", **arguments)
 
 
-@pytest.mark.parametrize("model", [3, W, [W], b"x", None], ids=lambda model: type(model).__name__)
+@pytest.mark.parametrize("model", [3, W, [W], b"x"], ids=lambda model: type(model).__name__)
 def test_what_is_no_model_is_named(model: Any) -> None:
     with pytest.raises(OptionError, match=f"state dict, not {type(model).__name__}"):
         shardesd.scan(model)
@@ -128,3 +128,8 @@ def test_a_message_is_one_line_however_hostile_the_name() -> None:
 
 def test_out_may_be_a_path(tmp_path: Path) -> None:
     assert shardesd.scan({"a.weight": W}, out=tmp_path / "results").files[0].exists()
+
+
+def test_no_model_at_all_says_what_to_name() -> None:
+    with pytest.raises(OptionError, match="name a model, or a base and its adapters"):
+        shardesd.scan()

@@ -65,7 +65,7 @@ def test_shards_whose_names_come_late(tmp_path: Path, monkeypatch: pytest.Monkey
     for count in (1, 3):
         source = LocalSource(sharded(tmp_path / str(count), tensors, count, index=False))
         source.location, source.local = "hf://org/name", lambda name: None
-        monkeypatch.setattr("shardesd.scanner.open_source", lambda repo, revision, source=source: source)
+        monkeypatch.setattr("shardesd.opening.open_source", lambda repo, revision, source=source: source)
         result = shardesd.scan("org/name")
         assert result.layers.height == 9
         assert len(result.spectra) == 9
