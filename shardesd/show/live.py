@@ -20,7 +20,7 @@ def picture(view: View, width: int, height: int, alpha: str = "α") -> list[Text
     width = min(width, MOST_WIDTH)
     if view.started is None:
         return [Text(fit("opening …", width), style="dim")]
-    top = [*_title(view.started, width), Text(), *_bars(view, width), _status(view, width)]
+    top = [*_title(view.started, width), Text(), *_bars(view, width), _status(view, width), *_devices(view, width)]
     bottom = [_now(view, width), _ranges(view, width, alpha)]
     # One line stays free: a terminal scrolls, and flickers, when the last one is written.
     room = min(LAST_ROWS, height - 1 - len(top) - len(bottom) - 2)
@@ -124,6 +124,8 @@ def _status(view: View, width: int) -> Text:
         (f"{view.skipped} skipped", ""),
         (f"{view.failed} failed", FAILED_STYLE),
     ]
+    if view.engine and view.engine.ready:
+        pieces.insert(2, (f"{view.engine.ready} ready, {size(view.engine.bytes_in_flight)} in flight", ""))
     if view.started and view.started.resumed:
         pieces.append((f"{view.started.resumed} from before", ""))
     text = Text()
@@ -134,6 +136,27 @@ def _status(view: View, width: int) -> Text:
         if cell_len(text.plain + gap + words) <= width:
             text.append(gap, style="dim").append(words, style=style)
     return text
+
+
+def _devices(view: View, width: int) -> list[Text]:
+    """A line for each GPU; none where only the CPU works, of which the line on what is under way says enough."""
+    reports = view.engine.devices if view.engine else ()
+    if all(report.name == "cpu" for report in reports):
+        return []
+    lines = []
+    for report in reports:
+        text = Text().append(fit(report.name, _LABEL), style="dim")
+        text.append(" " + fit(f"{report.done} done", _COUNT, right=True))
+        if report.retired:
+            text.append("  " + fit(f"retired: {printable(report.retired)}", width - len(text) - 2), style=FAILED_STYLE)
+        else:
+            text.append(" " + fit(size(report.memory) if report.memory else DASH, _AMOUNT, right=True))
+            if report.working and width - len(text) > 16:
+                more = f" and {len(report.working) - 1} more" if len(report.working) > 1 else ""
+                name = shorten(printable(report.working[0]), width - len(text) - 2 - len(more))
+                text.append(f"  {name}{more}")
+        lines.append(text)
+    return lines
 
 
 def _now(view: View, width: int) -> Text:

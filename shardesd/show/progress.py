@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardesd.records import (
+    EngineReport,
     Event,
     Fetching,
     MatrixStarted,
@@ -103,6 +104,8 @@ class View:
     """The last ones, skipped tensors left out."""
     running: Running | None
     memory: Memory
+    engine: EngineReport | None = None
+    """The newest; None before the first."""
 
 
 @dataclass
@@ -131,6 +134,7 @@ class _Totals:
     fetch_last: str | None = None
     fetched_bytes: int = 0
     fetch_rate: Rate = field(default_factory=Rate)
+    engine: EngineReport | None = None
 
 
 class Progress:
@@ -187,6 +191,8 @@ class Progress:
                         totals.failed += 1
                     else:
                         totals.ranges[alpha_range(row.alpha).name] += 1
+            case EngineReport():
+                totals.engine = event
             case ScanFinished():
                 totals.finished = True
                 totals.running.clear()
@@ -220,6 +226,7 @@ class Progress:
                 rows=tuple(totals.rows),
                 running=self._running(totals, now),
                 memory=self._memory,
+                engine=totals.engine,
             )
 
     @staticmethod
