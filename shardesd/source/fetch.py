@@ -11,6 +11,8 @@ from types import TracebackType
 from shardesd.records import Fetching, ShardRef
 from shardesd.source.base import Source
 
+# How long a shard is held back until the next one's bytes begin to come.
+_BEGIN_SECONDS = 0.5
 # How long closing waits for a download to notice that it is no longer wanted.
 _GRACE_SECONDS = 1.0
 
@@ -27,6 +29,8 @@ class _Download:
         self._shard = shard
         self._on_fetch = on_fetch
         self._unwanted = threading.Event()
+        self.begun = threading.Event()
+        """Set once the first bytes are here, or there will be none."""
         self._path: Future[Path] = Future()
         self._thread = threading.Thread(target=self._run, name=f"fetch {shard.name}", daemon=True)
         self._thread.start()
@@ -45,10 +49,14 @@ class _Download:
             self._path.set_exception(RuntimeError(f"the download of {self._shard.name} was ended by closing"))
         except BaseException as error:
             self._path.set_exception(error)
+        finally:
+            self.begun.set()
 
     def _progress(self, done: int, total: int | None) -> None:
         if self._unwanted.is_set():
             raise _Unwanted
+        if done:
+            self.begun.set()
         self._on_fetch(Fetching(shard=self._shard.name, done=done, total=total))
 
 
@@ -98,6 +106,10 @@ class Fetcher:
                 self._downloads.pop(shard.name, None)
                 self._handed = number + 1
                 self._begin_next()
+                ahead = list(self._downloads.values())
+            for download in ahead:
+                # So that a small shard isn't worked off before the next one has been asked for.
+                download.begun.wait(_BEGIN_SECONDS)
             yield shard, path
 
     def done(self, name: str) -> bool:
