@@ -78,7 +78,7 @@ class ScanOptions:
             raise OptionError(
                 f"--device '{self.device}' is invalid (expected auto, cpu, cuda, or a list such as cuda:0,cuda:2)"
             )
-        for name in ("filter_zeros", "embeddings"):
+        for name in ("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle"):
             _yes_or_no(name, getattr(self, name))
         set_("evals_thresh", float(_at_least("evals-thresh", self.evals_thresh, 0)))
         set_("bins", _whole("bins", self.bins, 1, MOST_BINS))
