@@ -118,7 +118,8 @@ class OutputOptions:
         out = os.fspath(self.out) if isinstance(self.out, os.PathLike) else self.out
         if not isinstance(out, str) or not out or "\0" in out:
             raise OptionError(f"--out {out!r} is invalid (expected the path of a folder)")
-        object.__setattr__(self, "out", out)
+        # POSIX lets `//` mean something else than `/`; to all systems at hand it doesn't, and users see the path.
+        object.__setattr__(self, "out", f"/{out.lstrip('/')}" if os.sep == "/" and out.startswith("//") else out)
         _choice("format", self.format, FORMATS)
         for name in ("overwrite", "show_skipped"):
             _yes_or_no(name, getattr(self, name))
