@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
@@ -51,6 +52,10 @@ class Opened:
 
 def open_what(what: What, options: ScanOptions) -> Opened:
     """Raises `SourceError`, `CheckpointError`, `AdapterError` or `OptionError`, before any weight is read."""
+    if not isinstance(what.revision, str | None):
+        raise OptionError(f"revision={what.revision!r} is invalid (expected a branch, a tag or a commit)")
+    if not isinstance(what.lora_alpha, Real | None) or isinstance(what.lora_alpha, bool):
+        raise OptionError(f"lora_alpha={what.lora_alpha!r} is invalid (expected a number)")
     if not (what.model is None or isinstance(what.model, (str, os.PathLike))):
         return _live(what, what.model, options)
     if what.minus is not None:

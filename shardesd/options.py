@@ -78,7 +78,7 @@ class ScanOptions:
             raise OptionError(
                 f"--device '{self.device}' is invalid (expected auto, cpu, cuda, or a list such as cuda:0,cuda:2)"
             )
-        for name in ("filter_zeros", "embeddings"):
+        for name in ("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle"):
             _yes_or_no(name, getattr(self, name))
         set_("evals_thresh", float(_at_least("evals-thresh", self.evals_thresh, 0)))
         set_("bins", _whole("bins", self.bins, 1, MOST_BINS))
@@ -118,7 +118,8 @@ class OutputOptions:
         out = os.fspath(self.out) if isinstance(self.out, os.PathLike) else self.out
         if not isinstance(out, str) or not out or "\0" in out:
             raise OptionError(f"--out {out!r} is invalid (expected the path of a folder)")
-        object.__setattr__(self, "out", out)
+        # POSIX lets `//` mean something else than `/`; to all systems at hand it doesn't, and users see the path.
+        object.__setattr__(self, "out", f"/{out.lstrip('/')}" if os.sep == "/" and out.startswith("//") else out)
         _choice("format", self.format, FORMATS)
         for name in ("overwrite", "show_skipped"):
             _yes_or_no(name, getattr(self, name))

@@ -66,7 +66,7 @@ def scan(
         model=model,
         revision=revision,
         base=base,
-        adapters=(adapter,) if isinstance(adapter, (str, os.PathLike)) else tuple(adapter),
+        adapters=_several(adapter),
         minus=minus,
         lora_alpha=lora_alpha,
         allow_residual_base=allow_residual_base,
@@ -92,9 +92,12 @@ def stream(
 
     Arguments as for `scan`. Closing the iterator ends the scan.
     """
-    adapters = (adapter,) if isinstance(adapter, (str, os.PathLike)) else tuple(adapter)
-    what = What(model=model, revision=revision, base=base, adapters=adapters, minus=minus)
+    what = What(model=model, revision=revision, base=base, adapters=_several(adapter), minus=minus)
     return _Scan(what, _options(options, changes), None, on_event, None).rows()
+
+
+def _several(adapter: Any) -> tuple[Any, ...]:
+    return tuple(adapter) if isinstance(adapter, Iterable) and not isinstance(adapter, str) else (adapter,)
 
 
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:

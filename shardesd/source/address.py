@@ -36,6 +36,10 @@ def open_source(repo: str | os.PathLike[str], *, revision: str | None = None) ->
     Raises `NotFound` where there is no such place, `OptionError` for a revision that contradicts `repo`, and the other
     kinds of `SourceError` where the Hub can't be asked or refuses.
     """
+    if not isinstance(repo, (str, os.PathLike)):
+        raise OptionError(
+            f"{repo!r} is no place of weights (expected a local path, or a Hub model id such as org/name)"
+        )
     text = os.fspath(repo)
     if not text:
         raise OptionError("REPO is empty (expected a local folder or file, or a Hub model id such as org/name)")

@@ -36,7 +36,7 @@ class LocalSource:
     partial = False
 
     def __init__(self, folder: Path, *, file: str | None = None) -> None:
-        self._folder = Path(os.path.realpath(f"/{str(folder).lstrip('/')}" if str(folder).startswith("//") else folder))
+        self._folder = Path(os.path.realpath(folder))
         self.file = file
         self._snapshot = _snapshot_of(self._folder)
         if self._snapshot is None:

@@ -39,6 +39,10 @@ def refused(model: Any = None, says: str = "", **arguments: Any) -> None:
         {"filter_zeros": "no"},
         {"embeddings": 1},
         {"revision": 3},
+        {"delta": "yes"},
+        {"adapter": 3},
+        {"adapter": [None]},
+        {"lora_alpha": "16"},
         {"options": 3},
         {"out": "r", "format": 3},
         {"out": "r", "overwrite": "yes"},
@@ -47,6 +51,12 @@ def refused(model: Any = None, says: str = "", **arguments: Any) -> None:
 )
 def test_a_value_of_the_wrong_kind_is_an_option_error(arguments: dict[str, Any]) -> None:
     refused(says=r"expected|more than|revision", **arguments)
+
+
+@pytest.mark.parametrize("places", [{}, {"base": 3, "adapter": "a"}, {"base": "a"}], ids=str)
+def test_places_that_are_none(places: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"name a model|expected a local path"):
+        shardesd.scan(None, **places)
 
 
 @pytest.mark.parametrize("model", [3, W, [W], b"x"], ids=lambda model: type(model).__name__)

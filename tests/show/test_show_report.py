@@ -180,3 +180,9 @@ def test_names_are_no_markup_and_no_escape_codes():
     assert "h.[0].[bold]w[/]" in text
     assert "[red]�no" in text
     assert "\x1b[2J" not in text
+
+
+def test_both_sides_of_a_matrix_are_shown_or_none():
+    for width in range(30, 120):
+        head = show(table(frame(row("layer.0.q_proj")), finished()), width).splitlines()[0].split()
+        assert ("M" in head) is ("N" in head), width
