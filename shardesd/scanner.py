@@ -122,6 +122,7 @@ class _Scan:
         self._output = output
         self._emit = on_event or (lambda event: None)
         self._stop = stop or threading.Event()
+        self._table = matrices.user_table(options.layout)
         opened = self._opened = open_what(what, options)
         self._checkpoint = opened.checkpoint
         self._template = Row(
@@ -172,6 +173,7 @@ class _Scan:
                 self._options,
                 engine,
                 self._template,
+                table=self._table,
                 done={row.longname for row in begun.rows if row.status != "skipped"},
                 emit=self._emit,
                 stop=self._stop,
@@ -190,6 +192,7 @@ class _Scan:
                     self._store.append(row, None)
                 self._files = self._store.finish(
                     order=matrices.natural_key,
+                    stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
                     provenance=self._provenance([device.name for device in devices]),
                     amend=lambda row: replace(row, params=pipeline.params(row.longname, row.params)),
                 )
