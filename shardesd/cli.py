@@ -25,6 +25,8 @@ from shardesd.options import (
     IO_METHODS,
     PRECISIONS,
     SOLVERS,
+    SPLITS,
+    VIEWS,
     OutputOptions,
     ScanOptions,
     parse_size,
@@ -109,6 +111,15 @@ Exclude = Annotated[
     list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No longnames that match; repeatable.")
 ]
 Embeddings = Annotated[bool, typer.Option("--embeddings", help="Analyse token and position embeddings too.")]
+Split = Annotated[
+    str, typer.Option("--split", metavar="|".join(SPLITS), help="Fused tensors: as the model does, whole, or in three.")
+]
+LayoutFile = Annotated[
+    str | None, typer.Option("--layout", metavar="FILE", help="Layouts of fused tensors, TOML or JSON.")
+]
+PerHead = Annotated[bool, typer.Option("--per-head", help="Analyse q, k, v and o head by head.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Statistics of every tensor's elements too.")]
+View = Annotated[str, typer.Option("--view", metavar="|".join(VIEWS), help="How rows are shown on screen.")]
 MaxMemory = Annotated[
     str, typer.Option("--max-memory", metavar="SIZE", help="Of weights and work arrays together: 2GB, 512MiB, auto.")
 ]
@@ -162,12 +173,17 @@ def scan(
     include: Include = None,
     exclude: Exclude = None,
     embeddings: Embeddings = _SCAN.embeddings,
+    split: Split = _SCAN.split,
+    layout: LayoutFile = None,
+    per_head: PerHead = _SCAN.per_head,
+    stats: Stats = _SCAN.stats,
     max_memory: MaxMemory = "auto",
     gpu_memory_fraction: GpuFraction = _SCAN.gpu_memory_fraction,
     allow_pickle: AllowPickle = _SCAN.allow_pickle,
     io: Io = _SCAN.io,
     overwrite: Overwrite = _OUTPUT.overwrite,
     show_skipped: ShowSkipped = _OUTPUT.show_skipped,
+    view: View = _OUTPUT.view,
     json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -187,13 +203,17 @@ def scan(
             embeddings=embeddings,
             delta=delta,
             round_to_base_dtype=round_to_base_dtype,
+            split=split,
+            layout=layout or "",
+            per_head=per_head,
+            stats=stats,
             device=device,
             max_memory=parse_size(max_memory),
             gpu_memory_fraction=gpu_memory_fraction,
             allow_pickle=allow_pickle,
             io=io,
         )
-        output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)
+        output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped, view=view)
         what = {
             "model": repo,
             "revision": revision,
@@ -257,11 +277,11 @@ def _run(
             on_event=listen,
             stop=stop,
         )
-    _print(result, finished[-1], json=json, quiet=quiet)
+    _print(result, finished[-1], json=json, quiet=quiet, view=output.view)
     raise typer.Exit(3 if finished[-1].failed or finished[-1].interrupted else 0)
 
 
-def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool) -> None:
+def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool, view: str) -> None:
     from shardesd.show import print_report
 
     if quiet and not json:
@@ -270,7 +290,7 @@ def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool) -
         if json:
             sys.stdout.write(encodable_json(result.layers.write_ndjson(), sys.stdout.encoding))
         else:
-            print_report(result.layers, finished)
+            print_report(result.layers, finished, view=view, stats=result.stats)
         sys.stdout.flush()
     except BrokenPipeError:
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from shardesd.errors import OptionError
@@ -19,6 +21,8 @@ PRECISIONS = ("auto", "float32", "float64")
 IO_METHODS = ("auto", "mmap", "pread")
 FORMATS = ("csv", "parquet", "jsonl")
 MOST_BINS = 1_000_000
+SPLITS = ("auto", "off", "thirds")
+VIEWS = ("table", "layers")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MOST_BYTES = 10**18
@@ -56,6 +60,15 @@ class ScanOptions:
     """Analyse what adapters add, ΔW, instead of the merged weights."""
     round_to_base_dtype: bool = False
     """Round merged weights to the base's element type, as peft's own merge does."""
+    split: str = "auto"
+    """Fused tensors: ``auto`` cuts them as the model does, ``off`` leaves them whole, ``thirds`` cuts a fused qkv that
+    is three times as long as wide in three, as the Model-Zoo pipeline does."""
+    layout: str = ""
+    """A TOML or JSON file of layouts that come before the built-in ones (docs/layouts.md)."""
+    per_head: bool = False
+    """Analyse q, k, v and o head by head."""
+    stats: bool = False
+    """Statistics of every tensor's elements too."""
     device: str = "auto"
     """``auto``, ``cpu``, ``cuda``, or a list such as ``cuda:0,cuda:2``."""
     max_memory: int | None = None
@@ -72,13 +85,15 @@ class ScanOptions:
         _choice("solver", self.solver, SOLVERS)
         _choice("precision", self.precision, PRECISIONS)
         _choice("io", self.io, IO_METHODS)
+        _choice("split", self.split, SPLITS)
         set_ = partial(object.__setattr__, self)
         set_("device", str(self.device))
+        set_("layout", _path("layout", self.layout))
         if not re.fullmatch(r"auto|cpu|cuda|cuda:\d+(,cuda:\d+)*", self.device):
             raise OptionError(
                 f"--device '{self.device}' is invalid (expected auto, cpu, cuda, or a list such as cuda:0,cuda:2)"
             )
-        for name in ("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle"):
+        for name in ("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle", "per_head", "stats"):
             _yes_or_no(name, getattr(self, name))
         set_("evals_thresh", float(_at_least("evals-thresh", self.evals_thresh, 0)))
         set_("bins", _whole("bins", self.bins, 1, MOST_BINS))
@@ -94,10 +109,14 @@ class ScanOptions:
             set_(name, _globs(name, getattr(self, name)))
 
     def numbers(self) -> dict[str, Any]:
-        """The options that change a table's numbers or rows: what a finished result is compared by."""
+        """The options that change a table's numbers or rows: what a finished result is compared by.
+
+        A layout file counts by its content. Raises `OptionError` where it can't be read.
+        """
         kept = asdict(self)
         for name in ("device", "max_memory", "gpu_memory_fraction", "io", "allow_pickle"):
             del kept[name]
+        kept["layout"] = _digest(self.layout) if self.layout else ""
         return kept
 
 
@@ -113,6 +132,8 @@ class OutputOptions:
     """Compute again what is already there."""
     show_skipped: bool = False
     """Put skipped tensors into the table too."""
+    view: str = "table"
+    """On screen: ``table``, or ``layers`` (rows grouped by layer)."""
 
     def __post_init__(self) -> None:
         out = os.fspath(self.out) if isinstance(self.out, os.PathLike) else self.out
@@ -123,6 +144,7 @@ class OutputOptions:
         _choice("format", self.format, FORMATS)
         for name in ("overwrite", "show_skipped"):
             _yes_or_no(name, getattr(self, name))
+        _choice("view", self.view, VIEWS)
 
 
 def parse_size(text: str) -> int | None:
@@ -138,6 +160,13 @@ def parse_size(text: str) -> int | None:
     return int(nbytes)
 
 
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError as error:
+        raise OptionError(f"--layout {path}: can't be read: {(error.strerror or str(error)).lower()}") from None
+
+
 def size_text(nbytes: float) -> str:
     """``412 MB``, ``1.05 GB``, ``640 B``: decimal units, three digits."""
     value, units = float(nbytes), ["B", "kB", "MB", "GB", "TB"]
@@ -150,6 +179,13 @@ def size_text(nbytes: float) -> str:
 def _choice(name: str, value: Any, choices: Iterable[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise OptionError(f"--{name} '{value}' is invalid (expected one of: {', '.join(choices)})")
+
+
+def _path(name: str, value: Any) -> str:
+    path = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(path, str) or "\0" in path:
+        raise OptionError(f"--{name} {path!r} is invalid (expected the path of a file)")
+    return path
 
 
 def _yes_or_no(name: str, value: Any) -> None:

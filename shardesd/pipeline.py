@@ -16,16 +16,12 @@ import numpy as np
 
 from shardesd import matrices, metrics, spectra, ties
 from shardesd.checkpoint import Checkpoint, Shard, ShardMatrix, StoredMatrix, element_word
-from shardesd.engine import Engine, Outcome, State, Task
-from shardesd.errors import CheckpointError, MatrixError, SourceError
+from shardesd.engine import Engine, Outcome, Task
+from shardesd.errors import CheckpointError, SourceError
+from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
     NEEDS,
-    NO_ANSWER,
-    NO_DEVICE,
-    NO_MEMORY,
-    DeviceReport,
-    EngineReport,
     Event,
     Matrix,
     MatrixRef,
@@ -39,35 +35,10 @@ from shardesd.records import (
     TensorRef,
 )
 from shardesd.source import Fetcher
+from shardesd.statistics import Statistics
 
 _Work = tuple[Spectrum, dict[str, Any]]
 _Item = TypeVar("_Item", bound="MatrixRef | Skip")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Analysed:
-    """A final row, its λ (None for a failed one) and the bytes of weights that were read for it."""
-
-    row: Row
-    eigs: np.ndarray | None
-    nbytes: int
-
-
-@dataclass(slots=True)
-class _OpenShard:
-    shard: Shard
-    number: int
-    left: int = 0
-    """Tasks that are not done yet."""
-    planned: bool = False
-    kept: bool = False
-    """It holds tensors, or parts of some, that are looked at last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Key:
-    item: MatrixRef | Skip
-    shard: str
 
 
 @dataclass(slots=True)
@@ -79,6 +50,8 @@ class Pipeline:
     engine: Engine
     template: Row
     """Holds what all rows share: model_id, revision, is_adapter, source_model."""
+    table: matrices.Table = matrices.BUILT_IN
+    """Which tensors are fused or stacked, and how."""
     done: Collection[str] = ()
     emit: Callable[[Event], None] = lambda event: None
     stop: threading.Event = field(default_factory=threading.Event)
@@ -86,12 +59,14 @@ class Pipeline:
     """Longname → row of each tensor that was left out, once it has been seen."""
     numels: dict[str, int] = field(default_factory=dict)
     """Tensor name → elements, of every header read so far."""
+    statistics: Statistics = field(default_factory=Statistics)
+    """Gathered where `options.stats` asks for them."""
     _context: matrices.Context = field(init=False)
     _ties: dict[str, str] = field(init=False)
     """`Checkpoint.ties` among the tensors that the globs leave."""
     _owners: dict[str, str] = field(default_factory=dict)
     """Longname → the tensor that holds it, of all seen so far."""
-    _open: dict[str, _OpenShard] = field(default_factory=dict)
+    _open: dict[str, OpenShard] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _exact: int = 0
     """Matrices of the shards opened so far."""
@@ -99,6 +74,8 @@ class Pipeline:
     """What the names of the shards opened so far had promised."""
     _opened: int = 0
     _closed: bool = False
+    _counted: set[str] = field(default_factory=set)
+    """Longnames of matrices whose bytes are counted for the statistics when they are read."""
 
     def __post_init__(self) -> None:
         self._learn()
@@ -124,7 +101,7 @@ class Pipeline:
     def _learn(self) -> None:
         known = self.checkpoint
         self._context = matrices.Context(
-            config=known.config, names=known.names, options=self.options, hints=known.hints
+            config=known.config, names=known.names, options=self.options, hints=known.hints, table=self.table
         )
         for tensor in known.tensors():
             self.numels[tensor.name] = tensor.numel
@@ -146,15 +123,19 @@ class Pipeline:
             outcomes = self.engine.map(
                 self._tasks(fetcher),
                 run_many=self._analyse_many,
-                on_start=lambda key, device: self.emit(MatrixStarted(longname=key.item.longname, device=device)),
-                on_state=self._report,
+                on_start=self._started,
+                on_state=lambda state: self.emit(engine_report(state)),
                 stop=self.stop,
             )
             try:
                 for outcome in outcomes:
-                    analysed = self._analysed(outcome)
-                    yield analysed
-                    self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
+                    if isinstance(outcome.key.item, Count):
+                        if isinstance(outcome.error, CheckpointError | SourceError):
+                            raise outcome.error
+                    else:
+                        analysed = self._analysed(outcome.key.item, outcome)
+                        yield analysed
+                        self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
                     self._left(outcome.key.shard, fetcher)
             finally:
                 outcomes.close()
@@ -163,7 +144,7 @@ class Pipeline:
                     for state in self._open.values():
                         state.shard.close()
 
-    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[_Key, _Work]]:
+    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, _Work]]:
         last: list[tuple[TensorRef, Shard]] = []
         seen: set[str] = set()
         for number, (ref, path) in enumerate(fetcher, start=1):
@@ -172,7 +153,7 @@ class Pipeline:
                 if self._closed:  # while the header was read
                     shard.close()
                     return
-                state = self._open[ref.name] = _OpenShard(shard, number)
+                state = self._open[ref.name] = OpenShard(shard, number)
             self._opened = number
             state.kept = self.checkpoint.is_needed_later(ref.name)
             if self.checkpoint.config != self._context.config:  # a GGUF file tells it itself, once it is here
@@ -209,7 +190,9 @@ class Pipeline:
             if twin is None:
                 yield from self._planned(tensor, shard)
             else:
-                self._skip(self._owned(matrices.tied(tensor, twin)))
+                tie = self._owned(matrices.tied(tensor, twin))
+                self._skip(tie)
+                yield from self._counts(tensor, [tie], shard)
 
     def _count(self, tensor: TensorRef) -> int:
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in self._plan(tensor))
@@ -228,8 +211,10 @@ class Pipeline:
             longname = f"{item.longname}#{number}"
         return item if longname == item.longname else replace(item, longname=longname)
 
-    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[_Key, _Work]]:
-        for item in map(self._owned, self._plan(tensor)):
+    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[Key, _Work]]:
+        items = [self._owned(item) for item in self._plan(tensor)]
+        yield from self._counts(tensor, items, shard)
+        for item in items:
             if item.longname in self.done:
                 continue
             if isinstance(item, Skip) and item.status == "skipped":
@@ -239,16 +224,58 @@ class Pipeline:
                 self._open[shard.ref.name].left += 1
             yield self._task(item, shard)
 
-    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[_Key, _Work]:
-        key = _Key(item, shard.ref.name)
+    def _counts(self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], shard: Shard) -> Iterator[Task[Key, _Work]]:
+        """Tasks that read, for the statistics, what no matrix of `items` reads."""
+        if not self.options.stats:
+            return
+        read = {
+            item.longname
+            for item in items
+            if isinstance(item, MatrixRef)
+            and item.longname not in self.done
+            and self._fits(item, shard)
+            and not (self.options.delta and self._factors(item, shard))
+        }
+        counted, alone = self.statistics.expect(tensor, items, read, in_pieces=not self.options.delta)
+        self._counted |= counted
+        for part in alone:
+            with self._lock:
+                self._open[shard.ref.name].left += 1
+            yield Task(
+                key=Key(Count(part), shard.ref.name),
+                run=partial(self._count_alone, part, shard),
+                host_bytes=part.nbytes,
+                cost=part.numel,
+                deadline=120 + part.nbytes / 1e6,
+            )
+
+    def _count_alone(self, part: TensorRef, shard: Shard, device: str) -> Any:
+        self.statistics.read(part, shard)
+
+    def _host_bytes(self, item: MatrixRef, shard: Shard) -> int:
+        work = spectra.work_bytes(item.M, item.N, solver=self.options.solver, precision=self.options.precision)
+        if self._by_blocks(item, shard):
+            return work
+        # Parts of several groups are copied together.
+        copied = item.numel * item.tensor.nbytes // max(1, item.tensor.numel) if item.pick else 0
+        return work + item.tensor.nbytes + copied
+
+    def _fits(self, item: MatrixRef, shard: Shard) -> bool:
+        return self.options.max_memory is None or self._host_bytes(item, shard) <= self.engine.budget
+
+    @staticmethod
+    def _factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
+        return shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
+
+    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, _Work]:
+        key = Key(item, shard.ref.name)
         if isinstance(item, Skip):
-            return Task(key=key, run=_fail(item.reason))
+            return Task(key=key, run=fail(item.reason))
         options, M, N = self.options, item.M, item.N
-        work = spectra.work_bytes(M, N, solver=options.solver, precision=options.precision)
-        host = work + (0 if self._by_blocks(item, shard) else item.tensor.nbytes)
-        if host > self.engine.budget and options.max_memory is not None:
+        host = self._host_bytes(item, shard)
+        if not self._fits(item, shard):
             limit = f"--max-memory is {size_text(self.engine.budget)}"
-            return Task(key=key, run=_fail(f"{NEEDS}{size_text(host)}, and {limit}"))
+            return Task(key=key, run=fail(f"{NEEDS}{size_text(host)}, and {limit}"))
         n = min(M, N)
         flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
         return Task(
@@ -272,7 +299,10 @@ class Pipeline:
 
     @contextmanager
     def _matrices(self, item: MatrixRef, shard: Shard, device: str) -> Iterator[Sequence[Matrix]]:
-        if self._by_blocks(item, shard, device):
+        by_blocks = self._by_blocks(item, shard, device)
+        if item.longname in self._counted:
+            shard = self.statistics.counting(shard, item.tensor)
+        if by_blocks:
             yield [ShardMatrix(shard, item.tensor)]
         else:
             with shard.read(item.tensor) as raw:
@@ -280,7 +310,7 @@ class Pipeline:
                 yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
 
     def _analyse(self, item: MatrixRef, shard: Shard, device: str) -> _Work:
-        factors = shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
+        factors = self._factors(item, shard)
         if factors is not None:
             spectrum = spectra.compute_product(*factors)
             return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
@@ -288,7 +318,7 @@ class Pipeline:
             spectrum = spectra.compute(parts, scale=item.scale, device=device, **self._how())
         return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
 
-    def _analyse_many(self, tasks: Sequence[Task[_Key, _Work]], device: str) -> list[Outcome[_Key, _Work]]:
+    def _analyse_many(self, tasks: Sequence[Task[Key, _Work]], device: str) -> list[Outcome[Key, _Work]]:
         items = [task.key.item for task in tasks]
         opened = [
             partial(self._matrices, item, self._open[task.key.shard].shard, device)
@@ -297,9 +327,9 @@ class Pipeline:
         ]
         sizes = {min(item.M, item.N) for item in items if isinstance(item, MatrixRef)}
         results = spectra.compute_many(opened, n=sizes.pop(), device=device, **self._how())
-        outcomes: list[Outcome[_Key, _Work]] = []
+        outcomes: list[Outcome[Key, _Work]] = []
         for task, item, result in zip(tasks, items, results, strict=True):
-            if isinstance(result, Exception) or isinstance(item, Skip):
+            if isinstance(result, Exception) or not isinstance(item, MatrixRef):
                 error = result if isinstance(result, Exception) else None
                 outcomes.append(Outcome(key=task.key, error=error, device=device))
             else:
@@ -313,27 +343,17 @@ class Pipeline:
         resolve = options.evals_thresh if options.filter_zeros else 0.0
         return {"solver": options.solver, "precision": options.precision, "resolve": resolve}
 
-    def _report(self, state: State[_Key]) -> None:
-        devices = tuple(
-            DeviceReport(
-                name=device.name,
-                working=tuple(key.item.longname for key in device.working),
-                done=device.done,
-                memory=device.device_bytes,
-                retired=device.retired,
-            )
-            for device in state.devices
-        )
-        self.emit(EngineReport(devices=devices, ready=state.ready, bytes_in_flight=state.host_bytes))
+    def _started(self, key: Key, device: str) -> None:
+        if not isinstance(key.item, Count):
+            self.emit(MatrixStarted(longname=key.item.longname, device=device))
 
-    def _analysed(self, outcome: Outcome[_Key, _Work]) -> Analysed:
-        item = outcome.key.item
+    def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, _Work]) -> Analysed:
         row = self._row(item)
         if outcome.value is None:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            return Analysed(row=replace(row, status="failed", reason=_reason(error)), eigs=None, nbytes=0)
+            return Analysed(row=replace(row, status="failed", reason=reason_of(error)), eigs=None, nbytes=0)
         spectrum, values = outcome.value
         row = replace(
             row,
@@ -346,7 +366,7 @@ class Pipeline:
         return Analysed(row=row, eigs=spectrum.eigs, nbytes=item.tensor.stored_nbytes)
 
     def _row(self, item: MatrixRef | Skip) -> Row:
-        M, N = _sides(item)
+        M, N = sides(item)
         return replace(
             self.template,
             longname=item.longname,
@@ -374,26 +394,3 @@ class Pipeline:
             state.shard.close()
         if finished and fetcher.done(name):
             self.emit(ShardDone(shard=name, number=state.number))
-
-
-def _sides(item: MatrixRef | Skip) -> tuple[int, int]:
-    if isinstance(item, MatrixRef):
-        return item.M, item.N
-    shape = item.tensor.shape
-    return (shape[0], shape[1]) if len(shape) >= 2 else (shape[0] if shape else 1, 1)
-
-
-def _fail(reason: str) -> Callable[[str], Any]:
-    def run(device: str) -> Any:
-        raise MatrixError(reason)
-
-    return run
-
-
-def _reason(error: Exception | None) -> str:
-    """Why a matrix failed, in one line; `records.may_pass` knows the reasons that begin with its words."""
-    if isinstance(error, MatrixError) or error is None:
-        return str(error)
-    trouble = "no answer" if isinstance(error, TimeoutError) else spectra.trouble(error)
-    words = {"memory": NO_MEMORY, "no answer": NO_ANSWER, "device": NO_DEVICE}.get(trouble, "")
-    return " ".join(f"{words}{type(error).__name__}: {error}".split())

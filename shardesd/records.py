@@ -234,6 +234,34 @@ class Row:
     """The weight was decoded from a quantised one (or could not be): what quantisation did to it is in the numbers."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatsRow:
+    """One tensor in the table of ``--stats``; the fields, in this order, are its columns (docs/stats.md)."""
+
+    model_id: str
+    revision: str | None = None
+    tensor: str
+    """Its name as stored."""
+    layer_index: int | None = None
+    block_type: str = "other"
+    dtype: str = ""
+    shape: str = ""
+    numel: int = 0
+    mean: float | None = None
+    std: float | None = None
+    var: float | None = None
+    min: float | None = None
+    max: float | None = None
+    sparsity: float | None = None
+    matrices: int | None = None
+    """How many were analysed; None, as all that follows, where a part of the tensor was not."""
+    design_rank: int | None = None
+    actual_rank: int | None = None
+    rank_ratio: float | None = None
+    svd_90_percent_rank: int | None = None
+    svd_90_percent_ratio: float | None = None
+
+
 ROW_COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Row))
 
 NEEDS, NO_MEMORY, NO_ANSWER, NO_DEVICE = "needs ", "no memory: ", "no answer in time: ", "device lost: "

@@ -125,6 +125,7 @@ class _Scan:
         self._output = output
         self._emit = on_event or (lambda event: None)
         self._stop = stop or threading.Event()
+        self._table = matrices.user_table(options.layout)
         opened = self._opened = open_what(what, options)
         self._checkpoint = opened.checkpoint
         self._template = Row(
@@ -175,6 +176,7 @@ class _Scan:
                 self._options,
                 engine,
                 self._template,
+                table=self._table,
                 done={row.longname for row in begun.rows if row.status != "skipped"},
                 emit=self._emit,
                 stop=self._stop,
@@ -193,6 +195,7 @@ class _Scan:
                     self._store.append(row, None)
                 self._files = self._store.finish(
                     order=matrices.natural_key,
+                    stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
                     provenance=self._provenance([device.name for device in devices]),
                     amend=lambda row: replace(row, params=pipeline.params(row.longname, row.params)),
                 )

@@ -25,8 +25,13 @@ ROOMS: dict[str, list[str]] = {
     "show": [],
     "demo": [],
     "streams": [],
+    "statistics": ["checkpoint", "matrices", "metrics"],
     "ties": ["checkpoint", "matrices"],
-    "pipeline": ["ties", "source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"],
+    "keys": ["checkpoint", "spectra", "engine"],
+    "pipeline": [
+        *("source", "checkpoint", "adapters", "matrices", "spectra", "metrics", "engine"),
+        *("statistics", "ties", "keys"),
+    ],
     "opening": ["source", "checkpoint", "adapters"],
     "scanner": [
         "opening",

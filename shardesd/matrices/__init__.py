@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from shardesd.matrices.layouts import Table
 from shardesd.matrices.names import BLOCK_TYPES, Name, may_be_tied, natural_key, parse_name, tie_order
-from shardesd.matrices.plan import Context, estimate, is_excluded, plan, slices, tied
+from shardesd.matrices.plan import Context, estimate, holds_codes, is_excluded, plan, slices, tied
+from shardesd.matrices.table import BUILT_IN, user_table
 
 __all__ = [
     "BLOCK_TYPES",
+    "BUILT_IN",
     "Context",
     "Name",
+    "Table",
     "estimate",
+    "holds_codes",
     "is_excluded",
     "may_be_tied",
     "natural_key",
@@ -18,4 +23,5 @@ __all__ = [
     "slices",
     "tie_order",
     "tied",
+    "user_table",
 ]

@@ -1,124 +1,285 @@
-"""How one stored tensor holds several matrices: a table, read from the top, that grows by rows.
+"""How one stored tensor holds several matrices: what a row of the table says, and how a tensor is cut by it.
 
-Sizes of the stored tensor are M × N, as it lies there (rows are outputs in linear layers, inputs in GPT-2's Conv1D).
+A row cuts the side of the outputs (rows of nn.Linear, columns where the tensor is stored as inputs × outputs) into
+`groups` equal groups, and each group into the same consecutive parts; one matrix is the same part of all groups.
+``query_key_value`` of GPT-NeoX has a group per head with the parts q, k, v; thirds are one group of three parts;
+interleaved gate and up are groups of one column each. The rows themselves: `matrices.table`.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
+from shardesd.matrices.expressions import Unknown, holds, size
 from shardesd.matrices.names import ends_with, role
+from shardesd.matrices.towers import Values
 
 ALL = slice(None)
+
+BLOCK_TYPE_OF_SUFFIX: Mapping[str, str] = {
+    **{"q": "q_proj", "k": "k_proj", "v": "v_proj", "kv": "kv", "z": "gate_proj", "gate": "gate_proj", "up": "up_proj"},
+    "input": "up_proj",
+}
+_HEADS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads", "o_proj": "heads"}
+"""Block types that ``--per-head`` cuts, and how many heads they have where the row doesn't say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One matrix inside a fused tensor."""
+    """One matrix inside a fused tensor. Sizes are expressions (`matrices.expressions`)."""
 
     suffix: str
-    """Added to the longname."""
+    """Added to the longname, after an underscore."""
     block_type: str
-    pick: tuple[int | slice, ...]
-    """Index into the folded tensor; the last axis of what it gives is N, the others together are M."""
+    size: str = ""
+    """Rows in each group; empty: an equal share of what the others leave."""
+    heads: str = ""
+    """How many heads it has; empty: by its block type. 1: it is never cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A row of the table. It holds for a tensor whose name and model match and whose elements fill `fold`."""
+    """A row of the table: for tensors whose name, model and sizes match."""
 
     names: str
     """Rule for the end of the longname (see `matrices.names`)."""
     models: tuple[str, ...] = ()
-    """``model_type`` of config.json; empty: any, or none."""
-    fold: tuple[int | str, ...] = ("M", "N")
-    """The shape that parts are picked from: numbers, M, N, or integers of config.json by their key."""
+    """Globs on the ``model_type`` of the tensor's tower; empty: any, or none."""
+    when: str = ""
+    """A condition, also on ``rows``, ``columns`` (of one expert) and ``kernel``; what it lacks makes it false."""
+    transposed: bool = False
+    """Stored as inputs × outputs. Spectra don't care; the side that is cut does."""
+    experts: str = ""
+    """How many matrices are stacked along the first axis, of a 3-D tensor or (as many rows each) of a 2-D one."""
+    groups: str = "1"
     parts: tuple[Part, ...] = ()
     """Empty: the tensor is analysed whole."""
+    heads: str = ""
+    """Of a tensor that is not cut into parts, as `Part.heads`."""
+    flatten: bool = False
+    """A convolution's kernel that steps by its own size: one matrix (cout, cin·kernel), as a linear layer would be."""
     note: str = ""
     """What a user should know of a tensor that is analysed whole."""
 
-    def sizes(self, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """`fold` in numbers; None where the tensor is none of this layout's."""
-        known = {**config, "M": shape[0], "N": shape[1]}
-        sizes = [known.get(size) if isinstance(size, str) else size for size in self.fold]
-        fold = tuple(size for size in sizes if type(size) is int and size > 0)
-        return fold if len(fold) == len(sizes) and prod(fold) == prod(shape) else None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """One matrix of a tensor M × N, cut along one side: ``start … start + size`` of each of `groups` groups."""
+
+    shape: tuple[int, int]
+    """Of the tensor, or of one expert of it."""
+    axis: int
+    """0: rows are cut, 1: columns."""
+    groups: int
+    start: int
+    size: int
+    suffix: str = ""
+    block_type: str = ""
+    heads: str = ""
+
+    @property
+    def fold(self) -> tuple[int, ...]:
+        """The tensor's shape with its groups told apart."""
+        M, N = self.shape
+        return (self.groups, M // self.groups, N) if self.axis == 0 else (M, self.groups, N // self.groups)
+
+    @property
+    def pick(self) -> tuple[int | slice, ...]:
+        """Index into the folded tensor."""
+        part = slice(self.start, self.start + self.size)
+        return (ALL, part) if self.axis == 0 else (ALL, ALL, part)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """M × N of the matrix."""
+        length = self.groups * self.size
+        return (length, self.shape[1]) if self.axis == 0 else (self.shape[0], length)
+
+    def head(self, i: int, count: int) -> tuple[tuple[int | slice, ...], tuple[int, int]]:
+        """`pick` and M × N of head `i` of `count`. Raises `Unknown` where heads don't lie side by side."""
+        width, left = divmod(self.groups * self.size, count)
+        if left or self.size % width:
+            raise Unknown(f"{self.groups * self.size} don't make {count} heads")
+        group, j = divmod(i, self.size // width)
+        part = slice(self.start + j * width, self.start + (j + 1) * width)
+        if self.axis == 0:
+            return (group, part), (width, self.shape[1])
+        return (ALL, group, part), (self.shape[0], width)
 
 
-def _columns(*parts: tuple[str, str]) -> tuple[Part, ...]:
-    return tuple(Part(suffix=suffix, block_type=kind, pick=(ALL, i)) for i, (suffix, kind) in enumerate(parts))
+class Table:
+    """Rows, asked from the top; a user's come before the built-in ones."""
 
+    def __init__(self, rows: Iterable[Layout]) -> None:
+        self.rows = tuple(rows)
+        self._by_model: dict[str, tuple[Layout, ...]] = {}
 
-LAYOUTS: tuple[Layout, ...] = (
-    # Called c_attn too, but an nn.Linear (outputs × inputs), multi-query in BigCode.
-    Layout(names="c_attn", models=("gpt_bigcode", "qwen"), note="fused qkv analysed whole"),
-    # Conv1D keeps inputs × outputs: q, k and v lie side by side in the columns. M × 3M rules out nn.Linear (3M × M).
-    Layout(
-        names=r"crossattention\.c_attn",
-        fold=("M", 2, "M"),
-        parts=_columns(("_k", "k_proj"), ("_v", "v_proj")),
-    ),
-    Layout(
-        names="c_attn",
-        fold=("M", 3, "M"),
-        parts=_columns(("_q", "q_proj"), ("_k", "k_proj"), ("_v", "v_proj")),
-    ),
-    Layout(names=r"(?:mixer|mamba)\.in_proj", note="fused in_proj analysed whole"),
-    Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", note="stacked experts analysed whole"),
-)
-
-# Fused by what it is called, and in no row above that fits: better whole and flagged than split by a guess.
-_UNKNOWN_FUSIONS = {part: Layout(names="", note=f"fused {part} analysed whole") for part in ("qkv", "kv", "gate_up")}
-_PLAIN = Layout(names="")
-
-_STACKS = (
-    # A parameter of a module called `experts`, which holds no numbered experts of its own.
-    re.compile(r"(?:^|\.)experts(?!\.(?:\w+_)?[0-9]+(?:\.|$))(?:\.|$)"),
-    ends_with(r"(?:moe|block_sparse_moe|mlp)\.(?:input_linear|output_linear)", r"moe\.(?:gate|up|down)_proj"),
-)
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    def named(self, longname: str, model_type: str) -> list[Layout]:
+        """The rows for a tensor of this name in such a model, whatever its sizes."""
+        if model_type not in self._by_model:
+            self._by_model[model_type] = tuple(
+                row for row in self.rows if not row.models or any(fnmatchcase(model_type, glob) for glob in row.models)
+            )
+        return [row for row in self._by_model[model_type] if ends_with(row.names).search(longname)]
 
 
 def find_layout(
-    longname: str, shape: tuple[int, ...], config: Mapping[str, Any], table: Sequence[Layout] = LAYOUTS
-) -> tuple[Layout, tuple[int, ...]]:
-    """The layout of a 2-D tensor, and its `fold` in numbers."""
-    for layout in _named(longname, config, table):
-        fold = layout.sizes(shape, config)
-        if fold is not None:
-            return layout, fold
-    return _UNKNOWN_FUSIONS.get(role(longname), _PLAIN), shape
+    longname: str, shape: tuple[int, int], config: Mapping[str, Any], table: Table, split: str = "auto"
+) -> tuple[Layout, list[Piece]]:
+    """How a 2-D tensor, or one expert's, is cut: the row that says so, and a piece per matrix (one where it is whole).
+
+    `split` is ``--split``. A fused tensor that no row fits comes whole, with a row that has the reason as its `note`.
+    """
+    fused = role(longname) if role(longname) in ("qkv", "kv", "gate_up") else ""
+    if split == "off":
+        return Layout(names="", note=f"fused {fused} analysed whole (--split off)" if fused else ""), [_whole(shape)]
+    if split == "thirds":
+        axis = _thirds_axis(shape) if fused == "qkv" else None
+        if axis is not None:
+            return THIRDS, _cut(THIRDS, shape, axis, _no_values)
+        return Layout(names="", note=f"fused {fused} analysed whole (--split thirds)" if fused else ""), [_whole(shape)]
+    values = Values(longname, config, {"rows": shape[0], "columns": shape[1]})
+    why = ""
+    for row in table.named(longname, values.model_type):
+        if row.flatten:
+            continue
+        try:
+            if row.when and not _holds(row.when, values):
+                continue
+            return row, _cut(row, shape, int(row.transposed), values)
+        except Unknown as unknown:
+            why = why or f": {unknown}"
+    note = f"fused {fused or longname.rpartition('.')[2]} analysed whole{why}" if fused or why else ""
+    return Layout(names="", note=note), [_whole(shape)]
 
 
-def promised_parts(longname: str, config: Mapping[str, Any]) -> int:
+def flattens(longname: str, shape: tuple[int, ...], config: Mapping[str, Any], table: Table) -> bool:
+    """Whether a convolution's kernel is one matrix (cout, cin·kernel) rather than one per kernel position."""
+    own = {"rows": shape[0], "channels": shape[1]}
+    if len(shape) > 3 and shape[-1] == shape[-2]:
+        own["kernel"] = shape[-1]
+    if len(shape) == 5:
+        own["frames"] = shape[2]
+    values = Values(longname, config, own)
+    return any(
+        row.flatten and (not row.when or _holds(row.when, values)) for row in table.named(longname, values.model_type)
+    )
+
+
+def expert_count(longname: str, shape: tuple[int, ...], config: Mapping[str, Any], table: Table) -> int:
+    """How many matrices the table says are stacked along the first axis of a tensor; 0 where it says nothing."""
+    values = Values(longname, config)
+    for row in table.named(longname, values.model_type):
+        try:
+            count = size(row.experts, values) if row.experts else 0
+        except Unknown:
+            continue
+        if count and (shape[0] == count if len(shape) == 3 else shape[0] % count == 0):
+            return count
+    return 0
+
+
+def head_count(piece: Piece, row: Layout, longname: str, config: Mapping[str, Any]) -> int:
+    """How many heads a matrix is cut into for ``--per-head``; 1 for one that has none. Raises `Unknown`."""
+    told = piece.heads or row.heads
+    if not told and piece.block_type not in _HEADS:
+        return 1
+    values = Values(longname, config)
+    count = size(told or _HEADS[piece.block_type], values)
+    length = piece.groups * piece.size
+    if not told and count * size("head_dim", values) != length:
+        raise Unknown(f"{length} are not {count} heads of {size('head_dim', values)}")
+    return count
+
+
+def headed(piece: Piece, row: Layout, block_type: str) -> Piece:
+    """`piece`, cut along the side that heads lie on: the outputs, but the inputs of an output projection."""
+    if piece.suffix:
+        return piece
+    axis = int(row.transposed) ^ int(block_type == "o_proj")
+    return replace(piece, axis=axis, size=piece.shape[axis], block_type=block_type)
+
+
+def promised(longname: str, config: Mapping[str, Any], table: Table, *, per_head: bool) -> int:
     """How many matrices the tensor holds, as far as its name and the model tell; `find_layout` has the last word."""
-    return next((max(1, len(layout.parts)) for layout in _named(longname, config, LAYOUTS)), 1)
+    values = Values(longname, config)
+    row = next((row for row in table.named(longname, values.model_type) if _may_hold(row, values)), _PLAIN)
+    heads = [part.heads or _HEADS.get(part.block_type, "1") for part in row.parts]
+    if not heads:
+        heads = [row.heads or _HEADS.get(role(longname), "1")]
+    if not per_head:
+        return len(heads)
+    return sum(_or_one(text, values) for text in heads)
 
 
-def is_stack(longname: str) -> bool:
-    """Whether a tensor of 3 dimensions with this name holds one matrix per expert along its first axis."""
-    return any(rule.search(longname) for rule in _STACKS)
+_PLAIN = Layout(names="")
+THIRDS = Layout(
+    names="",
+    parts=tuple(Part(suffix=suffix, block_type=BLOCK_TYPE_OF_SUFFIX[suffix]) for suffix in "qkv"),
+)
+"""The Model-Zoo pipeline's rule: a fused qkv whose longer side is three times the other is cut in three."""
 
 
-def promised_experts(config: Mapping[str, Any]) -> int:
-    """Experts per stack by config.json, that of a text tower included; 1 where it doesn't say."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for key in _EXPERT_COUNTS:
-            if type(place.get(key)) is int and place[key] > 0:
-                return int(place[key])
-    return 1
+def _cut(row: Layout, shape: tuple[int, int], axis: int, values: Any) -> list[Piece]:
+    if not row.parts:
+        return [_whole(shape)]
+    groups = size(row.groups, values)
+    width, left = divmod(shape[axis], groups)
+    given = [size(part.size, values) if part.size else 0 for part in row.parts]
+    open_ = given.count(0)
+    rest = width - sum(given)
+    if left or (rest if not open_ else rest < open_ or rest % open_):
+        raise Unknown(f"config.json doesn't fit its shape {shape[0]}×{shape[1]}")
+    pieces, start = [], 0
+    for part, known in zip(row.parts, given, strict=True):
+        length = known or rest // open_
+        pieces.append(
+            Piece(
+                shape=shape,
+                axis=axis,
+                groups=groups,
+                start=start,
+                size=length,
+                suffix=f"_{part.suffix}",
+                block_type=part.block_type,
+                heads=part.heads,
+            )
+        )
+        start += length
+    return pieces
 
 
-def _named(longname: str, config: Mapping[str, Any], table: Sequence[Layout]) -> list[Layout]:
-    model_type = config.get("model_type")
-    return [
-        layout
-        for layout in table
-        if (not layout.models or model_type in layout.models) and ends_with(layout.names).search(longname)
-    ]
+def _whole(shape: tuple[int, int]) -> Piece:
+    return Piece(shape=shape, axis=0, groups=1, start=0, size=shape[0])
+
+
+def _thirds_axis(shape: tuple[int, int]) -> int | None:
+    return next((axis for axis in (0, 1) if shape[axis] == 3 * shape[1 - axis]), None)
+
+
+def _no_values(name: str) -> None:
+    return None
+
+
+def _holds(when: str, values: Values) -> bool:
+    try:
+        return holds(when, values)
+    except Unknown:
+        return False
+
+
+def _may_hold(row: Layout, values: Values) -> bool:
+    try:
+        return not row.when or holds(row.when, values)
+    except Unknown:
+        return True
+
+
+def _or_one(text: str, values: Values) -> int:
+    try:
+        return size(text, values)
+    except Unknown:
+        return 1

@@ -62,7 +62,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "qkv",
         (
-            r"qkv|qkv_proj|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
+            r"qkv|qkv_proj|qkv_linear|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
@@ -112,6 +112,12 @@ _ROLES = tuple((role, ends_with(*rules)) for role, rules in _RULES)
 BLOCK_TYPES: tuple[str, ...] = tuple(dict.fromkeys((*(role for role, _ in _RULES), "expert", "other")))
 """Every value that `block_type` can have. ``qkv``, ``kv`` and ``gate_up`` are fused tensors that were not split."""
 
+_STACKS = (
+    # A parameter of a module called `experts`, which holds no numbered experts of its own.
+    re.compile(r"(?:^|\.)experts(?!\.(?:\w+_)?[0-9]+(?:\.|$))(?:\.|$)"),
+    ends_with(r"(?:moe|block_sparse_moe|mlp)\.(?:input_linear|output_linear)", r"moe\.(?:gate|up|down)_proj"),
+)
+
 _LONGEST = 300  # characters of a name's end that rules are tried on: keeps hostile names from costing quadratic time
 _NOT_IN_EXPERTS = ("position", "norm", "router", "lm_head", "embedding")
 _EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
@@ -153,6 +159,11 @@ def role(longname: str) -> str:
     """What the matrix does in its block: `Name.block_type`, but ``gate_up``, ``down_proj`` … inside an expert too."""
     stem = _PARAMETER.sub("", longname[-_LONGEST:])
     return next((part for part, rule in _ROLES if rule.search(stem)), "other")
+
+
+def is_stack(longname: str) -> bool:
+    """Whether a tensor of 3 dimensions with this name holds one matrix per expert along its first axis."""
+    return any(rule.search(longname) for rule in _STACKS)
 
 
 def _layer_index(longname: str) -> int | None:

@@ -10,8 +10,21 @@ from typing import Any
 import numpy as np
 
 from shardesd.matrices import eligible
-from shardesd.matrices.layouts import Part, find_layout, is_stack, promised_experts, promised_parts
-from shardesd.matrices.names import Name, parse_name
+from shardesd.matrices.expressions import Unknown
+from shardesd.matrices.layouts import (
+    Layout,
+    Piece,
+    Table,
+    expert_count,
+    find_layout,
+    flattens,
+    head_count,
+    headed,
+    promised,
+)
+from shardesd.matrices.names import Name, is_stack, parse_name
+from shardesd.matrices.table import BUILT_IN
+from shardesd.matrices.towers import Values
 from shardesd.matrices.unique import renamed
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
@@ -32,6 +45,8 @@ class Context:
     hints: Mapping[str, str] = field(default_factory=dict)
     """Tensor name → what its module is, where that is known: ``embedding``, ``norm``, ``conv`` (a convolution),
     ``conv1d`` (a 1-D one or transformers' Conv1D; dimensions tell which)."""
+    table: Table = BUILT_IN
+    """Which tensors are fused or stacked, and how."""
     renamed: Mapping[str, str] = field(init=False)
     """See `matrices.unique`."""
 
@@ -105,6 +120,11 @@ def slices(matrix: MatrixRef, raw: np.ndarray) -> list[np.ndarray]:
     return [stack[:, :, k] for k in range(matrix.slices)]
 
 
+def holds_codes(item: MatrixRef | Skip) -> bool:
+    """Whether a tensor was left out since its elements are codes, which mean nothing by themselves."""
+    return isinstance(item, Skip) and item.reason == eligible.QUANTISED
+
+
 def tied(tensor: TensorRef, original: TensorRef | str) -> Skip:
     """The skip of a tensor that repeats the embedding `original` (a tensor, or its name) byte for byte."""
     of = original if isinstance(original, str) else original.name
@@ -112,51 +132,79 @@ def tied(tensor: TensorRef, original: TensorRef | str) -> Skip:
 
 
 def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
-    if len(tensor.shape) == 2:
+    shape, options = tensor.shape, context.options
+    experts = 0
+    if len(shape) in (2, 3) and options.split == "auto":
+        experts = expert_count(name.longname, shape, context.config, context.table)
+    if len(shape) == 3 and (experts or is_stack(name.longname)):
+        yield from _experts(tensor, name, shape[0], context)
+    elif experts:
+        yield from _experts(replace(tensor, shape=(experts, shape[0] // experts, shape[1])), name, experts, context)
+    elif len(shape) == 2:
+        if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
+            name = name._replace(block_type="other")
         yield from _linear(tensor, name, name.longname, context)
-    elif len(tensor.shape) == 3 and is_stack(name.longname):
-        for i, expert in enumerate(_experts(tensor)):
-            numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
-            yield from _linear(expert, numbered, name.longname, context, whole=False)
     elif eligible.is_conv(tensor, context.hints.get(tensor.name)):
         yield _conv(tensor, name._replace(block_type="conv"), context)
     else:
         yield _skip(name, tensor, eligible.UNKNOWN_LAYOUT)
 
 
+def _experts(stack: TensorRef, name: Name, count: int, context: Context) -> Iterator[MatrixRef | Skip]:
+    size = stack.nbytes // count
+    for i in range(count):
+        start = stack.start + i * size
+        expert = replace(stack, shape=stack.shape[1:], start=start, end=start + size)
+        numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
+        yield from _linear(expert, numbered, name.longname, context, whole=False)
+
+
 def _linear(
     tensor: TensorRef, name: Name, stored_name: str, context: Context, *, whole: bool = True
 ) -> Iterator[MatrixRef | Skip]:
     """The matrices of a 2-D tensor; `stored_name` is the longname that layouts know it by."""
-    layout, fold = find_layout(stored_name, tensor.shape, context.config)
-    if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
-        name = name._replace(block_type="other")
-    if not layout.parts:
+    shape = (tensor.shape[0], tensor.shape[1])
+    row, pieces = find_layout(stored_name, shape, context.config, context.table, context.options.split)
+    for piece in pieces:
+        kind = piece.block_type if piece.suffix and name.block_type != "expert" else name.block_type
         matrix = MatrixRef(
-            longname=name.longname,
+            longname=name.longname + piece.suffix,
             tensor=tensor,
-            M=tensor.shape[0],
-            N=tensor.shape[1],
-            block_type=name.block_type,
+            M=piece.sides[0],
+            N=piece.sides[1],
+            block_type=kind,
             layer_index=name.layer_index,
-            whole=whole,
-            note=layout.note,
+            fold=piece.fold if piece.suffix else None,
+            pick=piece.pick if piece.suffix else None,
+            whole=whole and not piece.suffix,
+            note=row.note,
         )
+        if context.options.per_head:
+            yield from _heads(matrix, headed(piece, _stored(row, tensor, context), kind), row, stored_name, context)
+        else:
+            yield _checked(matrix, context)
+
+
+def _stored(row: Layout, tensor: TensorRef, context: Context) -> Layout:
+    """`row`, told by a live model that the tensor is a Conv1D's, inputs × outputs."""
+    return replace(row, transposed=True) if context.hints.get(tensor.name) == "conv1d" else row
+
+
+def _heads(
+    matrix: MatrixRef, piece: Piece, row: Layout, stored_name: str, context: Context
+) -> Iterator[MatrixRef | Skip]:
+    """The heads of `matrix`, or all of it where it has none, or where it can't be told how they lie."""
+    try:
+        count = head_count(piece, row, stored_name, context.config)
+        cuts = [piece.head(i, count) for i in range(count)] if count > 1 else []
+    except Unknown as unknown:
+        note = f"{matrix.note}; " if matrix.note else ""
+        matrix, cuts = replace(matrix, note=f"{note}heads analysed together: {unknown}"), []
+    if not cuts:
         yield _checked(matrix, context)
-    for part in layout.parts:
-        M, N = _part_shape(fold, part)
-        matrix = MatrixRef(
-            longname=name.longname + part.suffix,
-            tensor=tensor,
-            M=M,
-            N=N,
-            block_type="expert" if name.block_type == "expert" else part.block_type,
-            layer_index=name.layer_index,
-            fold=fold,
-            pick=part.pick,
-            whole=False,
-        )
-        yield _checked(matrix, context)
+    for i, (pick, (M, N)) in enumerate(cuts):
+        one = replace(matrix, longname=f"{matrix.longname}.head.{i}", M=M, N=N, fold=piece.fold, pick=pick, whole=False)
+        yield _checked(one, context, is_head=True)
 
 
 def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
@@ -165,6 +213,18 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
         return _skip(name, tensor, eligible.EXCLUDED)
     if min(M, N) == 1:
         return _skip(name, tensor, eligible.DEPTHWISE if N == 1 else eligible.ONE_OUTPUT)
+    if context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
+        N = prod(tensor.shape[1:])
+        flat = MatrixRef(
+            longname=name.longname,
+            tensor=tensor,
+            M=M,
+            N=N,
+            block_type=name.block_type,
+            layer_index=name.layer_index,
+            fold=(M, N),
+        )
+        return _checked(flat, context)
     return MatrixRef(
         longname=name.longname,
         tensor=tensor,
@@ -177,31 +237,19 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
     )
 
 
-def _checked(matrix: MatrixRef, context: Context) -> MatrixRef | Skip:
-    """`matrix`, or why it is left out after all."""
+def _checked(matrix: MatrixRef, context: Context, *, is_head: bool = False) -> MatrixRef | Skip:
+    """`matrix`, or why it is left out after all. Heads are elongated, and whoever asks for them means them."""
     M, N, options = matrix.M, matrix.N, context.options
     if eligible.is_excluded(matrix.longname, options):
         reason = eligible.EXCLUDED
     elif min(M, N) == 1:
         reason = eligible.ONE_ROW
     # Whoever asks for embeddings means them, and nearly all are elongated.
-    elif matrix.block_type not in ("embedding", "position") and eligible.is_elongated(M, N, options):
+    elif not is_head and matrix.block_type not in ("embedding", "position") and eligible.is_elongated(M, N, options):
         reason = eligible.ASPECT
     else:
         return matrix
     return _skip(Name(matrix.longname, matrix.layer_index, matrix.block_type), matrix.tensor, reason)
-
-
-def _experts(tensor: TensorRef) -> Iterator[TensorRef]:
-    size = tensor.nbytes // tensor.shape[0]
-    for i in range(tensor.shape[0]):
-        start = tensor.start + i * size
-        yield replace(tensor, shape=tensor.shape[1:], start=start, end=start + size)
-
-
-def _part_shape(fold: tuple[int, ...], part: Part) -> tuple[int, int]:
-    shape = np.broadcast_to(np.int8(0), fold)[part.pick].shape
-    return prod(shape[:-1]), shape[-1]
 
 
 def _skip(name: Name, tensor: TensorRef, reason: str) -> Skip:
@@ -230,7 +278,11 @@ def _promised(tensor_name: str, siblings: frozenset[str], context: Context) -> i
         return 0
     if name.block_type in ("lm_head", "router") and not _passes(name.block_type, context):
         return 0
-    return promised_parts(name.longname, context.config) * (promised_experts(context.config) if stack else 1)
+    count = 1
+    if context.options.split == "auto":
+        count = promised(name.longname, context.config, context.table, per_head=context.options.per_head)
+    experts = Values(name.longname, context.config)("experts") if stack else 1
+    return count * (experts or 1)
 
 
 def _passes(block_type: str, context: Context) -> bool:

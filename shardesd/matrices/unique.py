@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from shardesd.matrices.layouts import is_stack
-from shardesd.matrices.names import natural_key, parse_name, role
+from shardesd.matrices.names import is_stack, natural_key, parse_name, role
 
 _FUSED = ("qkv", "kv", "gate_up")
 _PART = re.compile(r"_(?:q|k|v|kv|z|gate|up|input)$")

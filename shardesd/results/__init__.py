@@ -15,8 +15,9 @@ OUT/
 from __future__ import annotations
 
 from shardesd.results.files import atomic, file_stem
+from shardesd.results.memory import MemoryStore
 from shardesd.results.result import Result
-from shardesd.results.store import Begun, MemoryStore, ModelStore
+from shardesd.results.store import Begun, ModelStore
 from shardesd.results.stored import StoredSpectra
 from shardesd.results.summary import SUMMARY_COLUMNS, summarise, update_summary
 from shardesd.results.tables import SCHEMA, read_table, to_frame, to_rows

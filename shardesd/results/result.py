@@ -29,6 +29,8 @@ class Result:
     """Longname → λ, ascending, float64, no 1/N; read from the spectra file where there is one."""
     summary: dict[str, Any]
     """The model's row of summary.csv."""
+    stats: pl.DataFrame | None = None
+    """A row per tensor, with the columns of `records.StatsRow`; None where no statistics were asked for."""
     skipped: dict[str, int] = field(default_factory=dict)
     """Reason → how many tensors, or parts of one, were left out for it."""
     files: tuple[Path, ...] = ()
@@ -47,6 +49,7 @@ def make_result(
     *,
     show_skipped: bool,
     spectra: Mapping[str, np.ndarray],
+    stats: pl.DataFrame | None = None,
     files: tuple[Path, ...] = (),
 ) -> Result:
     """The result that rows in their final order make."""
@@ -57,6 +60,7 @@ def make_result(
         revision=revision,
         layers=layers,
         spectra=spectra,
+        stats=stats,
         summary=summarise(layers, model_id, revision),
         skipped=dict(Counter(row.reason for row in rows if row.status == "skipped").most_common()),
         files=files,

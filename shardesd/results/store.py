@@ -14,7 +14,7 @@ import numpy as np
 
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row, may_pass
+from shardesd.records import Row, StatsRow, may_pass
 from shardesd.results.files import (
     Lock,
     atomic,
@@ -26,6 +26,7 @@ from shardesd.results.files import (
 )
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result
+from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
 from shardesd.results.stored import StoredSpectra, write_spectra
 from shardesd.results.summary import read_summary, update_summary
 from shardesd.results.tables import read_table, row_values, table_bytes, to_frame, to_rows
@@ -121,15 +122,27 @@ class ModelStore:
         """
         self._open_journal().append(row, eigs)
 
-    def finish(self, order: Order, provenance: Mapping[str, Any], amend: Amend = lambda row: row) -> tuple[Path, ...]:
-        """Writes spectra, table, provenance and the summary's row; gives their paths.
+    def eigs(self, longname: str) -> np.ndarray | None:
+        """The λ of a row that has been appended; None for one that has none."""
+        journal = self._open_journal()
+        return journal.eigs(longname) if longname in journal.lengths() else None
+
+    def finish(
+        self,
+        order: Order,
+        provenance: Mapping[str, Any],
+        amend: Amend = lambda row: row,
+        *,
+        stats: Iterable[StatsRow] | None = None,
+    ) -> tuple[Path, ...]:
+        """Writes spectra, table, statistics, provenance and the summary's row; gives their paths.
 
         Rows are sorted by ``order(longname)`` and passed through `amend`. `provenance` is JSON for the run's file;
         its ``commit`` and ``versions.shardesd`` also go into the spectra's metadata. λ pass from the journal to
         the file one row at a time. When it raises (`NoSpace`, `ResultsError`), the rows are kept as before.
         """
         journal = self._open_journal()
-        rows = _arrange(journal.rows.values(), order, amend)
+        rows = arranged(journal.rows.values(), order, amend)
         if self._provenance().get("fingerprint") != journal.fingerprint:
             # From here on the old provenance would describe files that are no longer its own.
             with named_errors(self.run_path):
@@ -148,7 +161,9 @@ class ModelStore:
         write_spectra(
             self.spectra_path, lengths, journal.eigs, {key: str(value) for key, value in metadata.items() if value}
         )
+        frame = None if stats is None else stats_frame(stats)  # made of λ that lie in the journal
         self._write_table(rows)
+        write_stats(self.out, self.stem, self.format, frame)
         for format in FORMATS:
             if format != self.format:
                 with named_errors(self._table(format)):
@@ -188,6 +203,7 @@ class ModelStore:
             self._rows,
             show_skipped=self.show_skipped,
             spectra=StoredSpectra(self.spectra_path) if self.spectra_path.exists() else {},
+            stats=read_stats(self.out, self.stem),
             files=(*self._own_files(), self.summary_path),
         )
 
@@ -260,6 +276,8 @@ class ModelStore:
         if table != self.table_path or not as_wanted:
             self._write_table(rows)
             self._write_run(run)
+        if (stats := read_stats(self.out, self.stem)) is not None:
+            write_stats(self.out, self.stem, self.format, stats)
         leftover = Journal.open(self.journal_path)
         if leftover is not None:
             # Of a run that was killed between its last two steps; another run's unfinished work stays.
@@ -288,7 +306,8 @@ class ModelStore:
 
     def _own_files(self) -> tuple[Path, ...]:
         tables = [self.table_path, *(table for table in map(self._table, FORMATS) if table != self.table_path)]
-        return tuple(path for path in (*tables, self.spectra_path, self.run_path) if path.exists())
+        stats = (stats_path(self.out, self.stem, format) for format in FORMATS)
+        return tuple(path for path in (*tables, *stats, self.spectra_path, self.run_path) if path.exists())
 
     def _table(self, format: str) -> Path:
         return self.out / "models" / f"{self.stem}.{format}"
@@ -299,52 +318,8 @@ class ModelStore:
         return self._journal
 
 
-class MemoryStore:
-    """The same surface without files: rows and λ are held in memory."""
-
-    def __init__(self, model_id: str, revision: str | None = None, *, show_skipped: bool = False) -> None:
-        self.model_id, self.revision, self.show_skipped = model_id, revision, show_skipped
-        self._appended: dict[str, Row] = {}
-        self._eigs: dict[str, np.ndarray] = {}
-        self._rows: list[Row] | None = None
-
-    def __enter__(self) -> MemoryStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def begin(self, fingerprint: Mapping[str, Any], *, overwrite: bool) -> Begun:
-        """Always new: memory holds no earlier run."""
-        return Begun("new")
-
-    def append(self, row: Row, eigs: np.ndarray | None) -> None:
-        """Keeps a finished row and its λ."""
-        row = Row(**row_values(row))
-        self._appended[row.longname] = row
-        if eigs is not None:
-            self._eigs[row.longname] = eigs
-
-    def finish(self, order: Order, provenance: Mapping[str, Any], amend: Amend = lambda row: row) -> tuple[Path, ...]:
-        """Sorts rows by ``order(longname)`` and passes them through `amend`; there are no files to name."""
-        self._rows = _arrange(self._appended.values(), order, amend)
-        return ()
-
-    def result(self) -> Result:
-        """The model, or as much of it as there is so far."""
-        rows = list(self._appended.values()) if self._rows is None else self._rows
-        spectra = {
-            row.longname: self._eigs[row.longname]
-            for row in rows
-            if row.longname in self._eigs and row.status != "skipped"
-        }
-        return make_result(self.model_id, self.revision, rows, show_skipped=self.show_skipped, spectra=spectra)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-
-def _arrange(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:
+def arranged(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:
+    """Rows in the order of ``order(longname)``, each passed through `amend`."""
     return [amend(row) for row in sorted(rows, key=lambda row: order(row.longname))]
 
 

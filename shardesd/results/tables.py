@@ -40,10 +40,11 @@ _TEXT_DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default
 
 def row_values(row: Row) -> dict[str, Any]:
     """A row's values by column, as plain Python: numpy's numbers too, a number that isn't finite as None."""
-    return {name: _plain(getattr(row, name), COLUMN_TYPES[name]) for name in ROW_COLUMNS}
+    return {name: plain_value(getattr(row, name), COLUMN_TYPES[name]) for name in ROW_COLUMNS}
 
 
-def _plain(value: Any, kind: type) -> Any:
+def plain_value(value: Any, kind: type) -> Any:
+    """A value as plain Python of this type; a number that isn't finite as None."""
     if value is None:
         return None
     value = kind(value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from shardesd.show.alpha import AlphaRange, alpha_range
 from shardesd.show.display import display
+from shardesd.show.layers import layers_view
 from shardesd.show.report import print_report, report, table
 
-__all__ = ["AlphaRange", "alpha_range", "display", "print_report", "report", "table"]
+__all__ = ["AlphaRange", "alpha_range", "display", "layers_view", "print_report", "report", "table"]

@@ -16,6 +16,7 @@ from rich.text import Text
 from shardesd.records import ROW_COLUMNS, Row, ScanFinished
 from shardesd.show.alpha import BINS, NO_FIT, RANGES, AlphaRange, alpha_bins, alpha_range, bin_range
 from shardesd.show.columns import FAILED_STYLE, TABLE, fitted
+from shardesd.show.layers import layers_view
 from shardesd.show.text import (
     DASH,
     Lines,
@@ -41,14 +42,22 @@ _SCALE = "1 2   4   6   8+"
 """Under the histogram of α: a mark at the bin that begins there."""
 
 
-def print_report(layers: pl.DataFrame, finished: ScanFinished, console: Console | None = None) -> None:
-    """Writes `table` and `report` to stdout (or `console`): in colour on a terminal, as bare text elsewhere."""
+def print_report(
+    layers: pl.DataFrame,
+    finished: ScanFinished,
+    console: Console | None = None,
+    *,
+    view: str = "table",
+    stats: pl.DataFrame | None = None,
+) -> None:
+    """Writes `table` (or `layers_view`) and `report` to stdout (or `console`): in colour on a terminal, else bare."""
     if console is None:
         terminal = sys.stdout.isatty()
         # rich would take FORCE_COLOR for a terminal; what goes to a file or a pipe stays free of escape codes.
         width = None if terminal or os.environ.get("COLUMNS") else _PIPE_WIDTH
         console = Console(width=width, force_terminal=None if terminal else False)
-    console.print(Group(table(layers, finished), Text(), report(layers, finished)))
+    shown = layers_view(layers, stats) if view == "layers" else table(layers, finished)
+    console.print(Group(shown, Text(), report(layers, finished)))
 
 
 def table(layers: pl.DataFrame, finished: ScanFinished, width: int | None = None) -> RenderableType:

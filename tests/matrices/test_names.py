@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardesd.matrices import BLOCK_TYPES, Context, may_be_tied, natural_key, parse_name, plan, tie_order
+from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
 
 # name, shape, layer_index, block_type, reason ("" where it is analysed)
@@ -269,7 +270,8 @@ CASES = [(family, *case) for family, cases in GOLDEN.items() for case in cases]
 def test_golden(
     family: str, name: str, shape: tuple[int, ...], layer_index: int | None, block_type: str, reason: str
 ) -> None:
-    (item,) = plan(TensorRef(name=name, dtype="F32", shape=shape, shard="s"), Context())
+    unsplit = Context(options=ScanOptions(split="off"))
+    (item,) = plan(TensorRef(name=name, dtype="F32", shape=shape, shard="s"), unsplit)
     assert (item.layer_index, item.block_type) == (layer_index, block_type)
     assert item.longname == name.removesuffix(".weight")
     if reason:

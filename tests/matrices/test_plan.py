@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from shardesd.checkpoint import elements
 from shardesd.matrices import Context, eligible, estimate, plan, slices, tied
-from shardesd.matrices.layouts import ALL, Layout, Part, find_layout
+from shardesd.matrices.layouts import Layout, Part, Table, find_layout
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
 
@@ -75,16 +75,11 @@ def test_gpt2_cross_attention_holds_k_and_v() -> None:
 
 
 @pytest.mark.parametrize("shape", [(12, 8), (24, 8), (8, 20)])
-@pytest.mark.parametrize("config", [{"model_type": "gpt_bigcode"}, {}])
+@pytest.mark.parametrize("config", [{"model_type": "unheard_of"}, {}])
 def test_another_c_attn_is_analysed_whole(shape: tuple[int, int], config: dict[str, Any]) -> None:
     (matrix,) = matrices(plan(tensor("h.0.attn.c_attn.weight", *shape), context(config)))
     assert (matrix.longname, matrix.block_type, matrix.M, matrix.N) == ("h.0.attn.c_attn", "qkv", *shape)
     assert matrix.whole
-    assert matrix.note == "fused qkv analysed whole"
-
-
-def test_multi_query_c_attn_is_not_split_even_if_its_shape_fits() -> None:
-    (matrix,) = matrices(plan(tensor("h.0.attn.c_attn.weight", 8, 24), context({"model_type": "gpt_bigcode"})))
     assert matrix.note == "fused qkv analysed whole"
 
 
@@ -159,24 +154,27 @@ def test_the_aspect_rule_is_not_for_convolutions() -> None:
 
 
 def test_a_new_layout_is_a_row_of_data() -> None:
-    heads = Layout(
+    row = Layout(
         names="query_key_value",
-        models=("gpt_neox",),
-        fold=("num_attention_heads", 3, "head_dim", "N"),
-        parts=tuple(Part(suffix=s, block_type="q_proj", pick=(ALL, i)) for i, s in enumerate(("_q", "_k", "_v"))),
+        models=("my_*",),
+        groups="heads",
+        parts=tuple(Part(suffix=s, block_type="q_proj") for s in ("q", "k", "v")),
     )
-    config = {"model_type": "gpt_neox", "num_attention_heads": 2, "head_dim": 4}
-    name = "gpt_neox.layers.0.attention.query_key_value"
-    layout, fold = find_layout(name, (24, 5), config, [heads])
-    assert layout is heads
-    assert fold == (2, 3, 4, 5)
+    config = {"model_type": "my_model", "num_attention_heads": 2}
+    name = "gpt.layers.0.attention.query_key_value"
+    found, pieces = find_layout(name, (24, 5), config, Table([row]))
+    assert found is row
     weight = np.arange(24 * 5.0).reshape(24, 5)
-    matrix = MatrixRef(
-        longname=name, tensor=tensor(name, 24, 5), M=8, N=5, block_type="k_proj", fold=fold, pick=layout.parts[1].pick
+    np.testing.assert_array_equal(
+        weight.reshape(pieces[1].fold)[pieces[1].pick].reshape(pieces[1].sides),
+        np.concatenate([weight[4:8], weight[16:20]]),
     )
-    np.testing.assert_array_equal(slices(matrix, weight)[0], np.concatenate([weight[4:8], weight[16:20]]))
-    for other in ({**config, "model_type": "bloom"}, {**config, "head_dim": 3}, {"model_type": "gpt_neox"}):
-        assert find_layout(name, (24, 5), other, [heads])[0].parts == ()
+    for other, why in (
+        ({**config, "model_type": "bloom"}, "fused qkv analysed whole"),
+        ({**config, "num_attention_heads": 5}, "fused qkv analysed whole: config.json doesn't fit its shape 24×5"),
+        ({"model_type": "my_model"}, "fused qkv analysed whole: config.json lacks heads"),
+    ):
+        assert find_layout(name, (24, 5), other, Table([row]))[0].note == why
 
 
 # What is left out
@@ -419,7 +417,7 @@ def test_estimates_add_up_and_use_what_names_promise() -> None:
     known = context({"model_type": "gpt2", "vocab_size": 50257, "hidden_size": 768})
     assert estimate(gpt2, known) == 12 * 5
     assert estimate(gpt2[:7], known) + estimate(gpt2[7:], known) == 12 * 5
-    assert estimate(["h.0.attn.c_attn.weight"], context({"model_type": "gpt_bigcode"})) == 1
+    assert estimate(["h.0.attn.c_attn.weight"], context({"model_type": "gpt_bigcode"})) == 3
     assert estimate(gpt2, context(embeddings=True)) == 12 * 5 + 2
     stack = ["model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.experts.down_proj_bias"]
     for config in (

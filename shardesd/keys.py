@@ -1,0 +1,103 @@
+"""What the pipeline hands to the engine, and what comes back: keys of tasks, open shards, rows, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardesd import spectra
+from shardesd.checkpoint import Shard
+from shardesd.engine import State
+from shardesd.errors import MatrixError
+from shardesd.records import (
+    NO_ANSWER,
+    NO_DEVICE,
+    NO_MEMORY,
+    DeviceReport,
+    EngineReport,
+    MatrixRef,
+    Row,
+    Skip,
+    TensorRef,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysed:
+    """A final row, its λ (None for a failed one) and the bytes of weights that were read for it."""
+
+    row: Row
+    eigs: np.ndarray | None
+    nbytes: int
+
+
+@dataclass(slots=True)
+class OpenShard:
+    """A shard that tasks read from."""
+
+    shard: Shard
+    number: int
+    left: int = 0
+    """Tasks that are not done yet."""
+    planned: bool = False
+    kept: bool = False
+    """It holds tensors, or parts of some, that are looked at last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A range of a tensor that is read for its statistics alone."""
+
+    tensor: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a task of the engine is about."""
+
+    item: MatrixRef | Skip | Count
+    shard: str
+
+
+def sides(item: MatrixRef | Skip) -> tuple[int, int]:
+    """M and N of a matrix, or of a tensor that was left out."""
+    if isinstance(item, MatrixRef):
+        return item.M, item.N
+    shape = item.tensor.shape
+    return (shape[0], shape[1]) if len(shape) >= 2 else (shape[0] if shape else 1, 1)
+
+
+def fail(reason: str) -> Callable[[str], Any]:
+    """A task that fails for this reason."""
+
+    def run(device: str) -> Any:
+        raise MatrixError(reason)
+
+    return run
+
+
+def engine_report(state: State[Key]) -> EngineReport:
+    """What the engine does, as an event."""
+    devices = tuple(
+        DeviceReport(
+            name=device.name,
+            working=tuple(key.item.longname for key in device.working if not isinstance(key.item, Count)),
+            done=device.done,
+            memory=device.device_bytes,
+            retired=device.retired,
+        )
+        for device in state.devices
+    )
+    return EngineReport(devices=devices, ready=state.ready, bytes_in_flight=state.host_bytes)
+
+
+def reason_of(error: Exception | None) -> str:
+    """Why a matrix failed, in one line; `records.may_pass` knows the reasons that begin with its words."""
+    if isinstance(error, MatrixError) or error is None:
+        return str(error)
+    trouble = "no answer" if isinstance(error, TimeoutError) else spectra.trouble(error)
+    words = {"memory": NO_MEMORY, "no answer": NO_ANSWER, "device": NO_DEVICE}.get(trouble, "")
+    return " ".join(f"{words}{type(error).__name__}: {error}".split())

@@ -1,0 +1,247 @@
+"""The built-in rows: which stored tensors are fused or stacked, by ``model_type``, and how.
+
+Every row follows the forward pass of the model's own code; tests/matrices/test_forward.py holds them to it. The first
+row that fits decides.
+"""
+
+from __future__ import annotations
+
+from shardesd.matrices.layouts import BLOCK_TYPE_OF_SUFFIX, Layout, Part, Table
+from shardesd.matrices.userfile import read_layouts
+
+
+def _models(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+CONV1D = _models("gpt2 openai-gpt imagegpt decision_transformer")
+"""transformers' Conv1D keeps inputs × outputs."""
+MLA = _models(
+    "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 kimi_k2 kimi_linear glm4_moe_lite longcat_flash minicpm3"
+    " mistral4 axk1 youtu glm_moe_dsa"
+)
+"""Multi-head latent attention."""
+GATED_Q = _models("qwen3_next qwen3_5* qwen4_exp*")
+"""Each head's query and output gate lie side by side in q_proj."""
+QWEN_LIKE_VISION = _models("qwen2_vl* qwen2_5_vl* qwen3_vl* qwen3_omni* qwen3_5* qwen4_exp* glm4v*")
+VISION_THIRDS = QWEN_LIKE_VISION + _models(
+    "glm_ocr* glm_image* glm5_next* ernie4_5_vl* dots3_note* cohere_compass* blip* instructblip* sam sam2* sam_*"
+    " seggpt slanext* got_ocr2* vitdet timesformer mgp-str hiera florence2* florence_* intern_vit_6b pp_formulanet*"
+    " pp_ocrv5* pp_ocrv6* unlimited_ocr*"
+)
+STACKED_GATE_UP = _models(
+    "mixtral qwen2_moe qwen3_moe qwen3_next qwen3_vl_moe* qwen3_omni_moe* qwen3_5_moe* qwen4_exp* deepseek_v*"
+    " deepseek_ocr2* glm* ernie4_5* olmoe flex_olmo phimoe jamba minimax* dots* afmoe axk* bailing_hybrid beam"
+    " cohere2_moe diffusion_gemma* exaone_moe flint gemma4* granitemoe* hy_v* hunyuan_v1_moe inkling* kimi_* kolibri1"
+    " laguna lara_mini lfm2_moe longcat_flash mellum mimo_v2_flash mistral4 mistral_large4 muse_spark solar_open"
+    " step3p7* unlimited_ocr* zaya"
+)
+"""experts.gate_up_proj of (E, 2I, H): gate, then up."""
+PATCHED = QWEN_LIKE_VISION + _models(
+    "vit vit_mae vit_msn vivit videomae deit beit data2vec-vision dinov2* dinov3_vit ijepa eomt dpt yolos vilt vitdet"
+    " clip* siglip siglip_* chinese_clip* clipseg* owlvit* owlv2* xclip* metaclip_2* altclip* blip* instructblip* git*"
+    " idefics* flava* groupvit* layoutlmv3 swin swinv2 swin2sr donut-swin sam sam_* seggpt mgp-str timesformer pixtral"
+    " internvl* intern_vit_6b convnext convnextv2"
+)
+"""Models that cut an image into patches which don't overlap: the kernel steps by its own size."""
+
+
+def parts(*words: str, **heads: str) -> tuple[Part, ...]:
+    """Parts from ``"q: heads * head_dim"`` or, with an equal share, ``"k"``; `heads` are `Part.heads` by suffix."""
+    found = []
+    for word in words:
+        suffix, _, size = (piece.strip() for piece in word.partition(":"))
+        kind = BLOCK_TYPE_OF_SUFFIX.get(suffix, "other")
+        found.append(Part(suffix=suffix, block_type=kind, size=size, heads=heads.get(suffix, "")))
+    return tuple(found)
+
+
+QKV = parts("q", "k", "v")
+Q_THEN_KV = parts("q: heads * head_dim", "k", "v")
+GATE_UP = parts("gate", "up")
+ALL_ONE_KEY = parts("q", "k: head_dim", "v: head_dim", k="1", v="1")
+OWN_HEADS = parts("q", "k", "v", k="heads", v="heads")
+BY_GROUP = parts("q", "k: head_dim", "v: head_dim")
+
+ATTENTION_QKV: tuple[Layout, ...] = (
+    # GPT-2: q, k, v side by side in the columns. Columns = 3 rows rules out other models' nn.Linear.
+    Layout(names=r"crossattention\.c_attn", models=("gpt_bigcode",), note="fused kv analysed whole"),
+    Layout(names="c_attn", models=("gpt_bigcode",), when="not multi_query", groups="heads", parts=OWN_HEADS),
+    Layout(
+        names="c_attn",
+        models=("gpt_bigcode",),
+        when="multi_query",
+        parts=parts("q: heads * head_dim", "k", "v", k="1", v="1"),
+    ),
+    Layout(names="c_attn", models=("qwen",), parts=QKV),
+    Layout(names=r"crossattention\.c_attn", transposed=True, when="columns == 2 * rows", parts=parts("k", "v")),
+    Layout(names="c_attn", transposed=True, when="columns == 3 * rows", parts=QKV),
+    Layout(names=r"(?:attn|attention)\.c_proj", models=CONV1D, transposed=True),
+    Layout(names=r"q_attn", models=CONV1D, transposed=True),
+    # Heads side by side, each with its q, k, v.
+    Layout(
+        names="query_key_value",
+        models=("gpt_neox", "gpt_neox_japanese", "bloom", "persimmon"),
+        groups="heads",
+        parts=OWN_HEADS,
+    ),
+    Layout(names="qkv_proj", models=("minimax",), groups="heads", parts=OWN_HEADS),
+    Layout(names=r"attention\.self\.in_proj", models=("deberta",), groups="heads", parts=OWN_HEADS),
+    # Falcon: with new_decoder_architecture each key has its group of queries; one key for all; or as GPT-NeoX.
+    Layout(
+        names="query_key_value",
+        models=("falcon", "RefinedWeb*"),
+        when="new_decoder_architecture",
+        groups="kv_heads",
+        parts=BY_GROUP,
+    ),
+    Layout(names="query_key_value", models=("falcon", "RefinedWeb*"), when="multi_query", parts=ALL_ONE_KEY),
+    Layout(
+        names="query_key_value",
+        models=("falcon", "RefinedWeb*"),
+        when="not multi_query",
+        groups="heads",
+        parts=OWN_HEADS,
+    ),
+    Layout(names="wqkv", models=("internlm2*",), groups="kv_heads", parts=BY_GROUP),
+    # CodeGen: as laid out for four TPU cores, each with its q, v, k.
+    Layout(names=r"attn\.qkv_proj", models=("codegen",), groups="4", parts=parts("q", "v", "k")),
+    # All queries, then all keys, then all values.
+    Layout(names="Wqkv", models=("mpt", "dbrx"), parts=Q_THEN_KV),
+    Layout(names="qkv_proj", models=("phi3*", "phi4*"), parts=Q_THEN_KV),
+    Layout(names="query_key_value", models=("chatglm",), when="multi_query_attention", parts=Q_THEN_KV),
+    Layout(names="query_key_value", models=("chatglm",), groups="heads", parts=OWN_HEADS),
+    Layout(names="Wqkv", models=("modernbert*",), parts=QKV),
+    Layout(names="W_pack", models=("baichuan",), parts=QKV),
+    Layout(names="att_proj", models=("bark", "semantic", "coarse_acoustics", "fine_acoustics"), parts=QKV),
+    Layout(names="qkv_linear", models=("layoutlmv2",), parts=QKV),
+    Layout(names=r"(?:attn|attention|self_attn)\.qkv", models=VISION_THIRDS, parts=QKV),
+    # timm's models, whose config.json names an architecture of its own.
+    Layout(names=r"attn\.qkv", when="architecture and rows == 3 * columns", parts=QKV),
+    # torch.nn.MultiheadAttention.
+    Layout(names="in_proj_weight", when="rows == 3 * columns", parts=QKV),
+    # Multi-head latent attention: a latent and the keys' rotary part; from the latent, keys and values by head.
+    Layout(
+        names="kv_a_proj_with_mqa", models=MLA, parts=parts("kv: kv_lora_rank", "k_rope: qk_rope_head_dim", k_rope="1")
+    ),
+    Layout(
+        names="kv_b_proj",
+        models=MLA,
+        groups="heads",
+        parts=parts("k: qk_nope_head_dim", "v: v_head_dim", k="heads", v="heads"),
+    ),
+    Layout(
+        names="q_b_proj|q_proj", models=MLA, when="rows == heads * (qk_nope_head_dim + qk_rope_head_dim)", heads="heads"
+    ),
+    Layout(names="o_proj", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
+    Layout(names="q_a_proj", heads="1"),
+    Layout(
+        names="q_proj",
+        models=GATED_Q,
+        when="rows == 2 * heads * head_dim",
+        groups="heads",
+        parts=parts("q", "gate"),
+    ),
+)
+
+LINEAR_ATTENTION: tuple[Layout, ...] = (
+    Layout(
+        names="in_proj_qkvz",
+        models=("qwen3_next",),
+        groups="linear_num_key_heads",
+        parts=parts(
+            *("q: linear_key_head_dim", "k: linear_key_head_dim", "v", "z"),
+            **{"q": "linear_num_key_heads", "k": "linear_num_key_heads", "v": "linear_num_value_heads"},
+        ),
+    ),
+    Layout(names="in_proj_ba", models=("qwen3_next",), groups="linear_num_key_heads", parts=parts("b", "a")),
+    Layout(
+        names="in_proj_qkv",
+        models=GATED_Q,
+        parts=parts(
+            "q: linear_num_key_heads * linear_key_head_dim",
+            "k: linear_num_key_heads * linear_key_head_dim",
+            "v: linear_num_value_heads * linear_value_head_dim",
+            **{"q": "linear_num_key_heads", "k": "linear_num_key_heads", "v": "linear_num_value_heads"},
+        ),
+    ),
+    # Mamba: what goes through the convolution, and the gate. Zamba has them row by row.
+    Layout(names=r"(?:mixer|mamba)\.in_proj", models=("mamba", "falcon_mamba", "jamba"), parts=parts("x", "z")),
+    Layout(names=r"mamba\.in_proj", models=("zamba",), groups="rows / 2", parts=parts("x", "z")),
+    Layout(
+        names=r"mixer\.x_proj",
+        models=("mamba", "falcon_mamba"),
+        parts=parts("dt: time_step_rank", "B: state_size", "C: state_size"),
+    ),
+    Layout(
+        names=r"mamba\.x_proj",
+        models=("jamba",),
+        parts=parts("dt: mamba_dt_rank", "B: mamba_d_state", "C: mamba_d_state"),
+    ),
+    # Mamba 2: the gate, x with B and C (one convolution runs over all three), the time steps.
+    *(
+        Layout(
+            names=r"(?:mixer|mamba|mamba_\w+)\.in_proj",
+            models=models,
+            parts=parts(f"gate: {inner}", "xBC", f"dt: {heads}"),
+        )
+        for models, inner, heads in (
+            (("mamba2",), "num_heads * head_dim", "num_heads"),
+            (("bamba", "granitemoehybrid"), "mamba_n_heads * mamba_d_head", "mamba_n_heads"),
+            (("falcon_h1",), "mamba_d_ssm", "mamba_n_heads"),
+            (("nemotron_h",), "mamba_num_heads * mamba_head_dim", "mamba_num_heads"),
+            (("zamba2",), "n_mamba_heads * mamba_headdim", "n_mamba_heads"),
+        )
+    ),
+    Layout(names=r"conv\.in_proj", models=("lfm2*", "lfm3*"), parts=parts("B", "C", "x")),
+    Layout(names=r"(?:mixer|mamba)\.in_proj", note="fused in_proj analysed whole"),
+)
+
+MLP: tuple[Layout, ...] = (
+    Layout(names=r"mlp\.gate_up_proj", models=("phi4_multimodal_audio",), parts=parts("up", "gate")),
+    Layout(
+        names="gate_up_proj",
+        models=("phi3*", "phi4*", "glm*", "dia*", "minimax_m3_vl*", "dots3_note*", "zamba2"),
+        parts=GATE_UP,
+    ),
+    Layout(names=r"mlp\.Wi", models=("modernbert*",), parts=parts("input", "gate")),
+    Layout(names="dense_h_to_4h", models=("chatglm",), parts=GATE_UP),
+    Layout(names="shared_mlp.input_linear", models=("granitemoe*",), parts=GATE_UP),
+    Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=parts("up", "gate")),
+)
+
+EXPERTS: tuple[Layout, ...] = (
+    # Inputs × outputs in each expert. gpt-oss has gate and up in turns.
+    Layout(names=r"experts\.gate_up_proj", models=("gpt_oss",), transposed=True, groups="columns / 2", parts=GATE_UP),
+    Layout(names=r"experts\.gate_up_proj", models=("llama4*",), transposed=True, parts=GATE_UP),
+    Layout(names=r"experts\.(?:gate_up_proj|fc1)", models=("aria*",), transposed=True, parts=parts("gate", "up")),
+    # On disk inputs × outputs, in the running model outputs × inputs; where these are equal, as on disk.
+    Layout(
+        names=r"experts\.gate_up_proj",
+        models=("qwen3_vl_moe*",),
+        transposed=True,
+        when="columns == 2 * moe_intermediate_size and rows == hidden",
+        parts=GATE_UP,
+    ),
+    Layout(names=r"experts\.gate_up_proj", models=STACKED_GATE_UP, parts=GATE_UP),
+    Layout(names=r"block_sparse_moe\.input_linear", models=("granitemoe*",), parts=GATE_UP),
+    Layout(names=r"(?:mlp|moe)\.input_linear", models=("jetmoe",), parts=GATE_UP),
+    Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", models=("dbrx",), experts="experts"),
+    Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", note="stacked experts analysed whole"),
+)
+
+PATCHES: tuple[Layout, ...] = (
+    Layout(
+        names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv",
+        models=PATCHED,
+        when="kernel == patch_size",
+        flatten=True,
+    ),
+)
+
+BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *EXPERTS, *PATCHES))
+
+
+def user_table(path: str) -> Table:
+    """The built-in rows, after those of a user's file where `path` names one. Raises `OptionError`."""
+    return Table((*read_layouts(path), *BUILT_IN.rows)) if path else BUILT_IN

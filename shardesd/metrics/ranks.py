@@ -1,0 +1,35 @@
+"""Ranks that a spectrum shows, whatever the thresholds of the other metrics are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+RELATIVE = 1e-6
+"""A singular value counts towards the rank when it exceeds this share of the largest one."""
+ENERGY = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Of one matrix, or summed over several."""
+
+    design: int
+    """How many singular values there are: the shorter side (times the kernel's positions for a convolution)."""
+    actual: int
+    """How many σ exceed 1e-6·σmax."""
+    svd_90: int
+    """The least k for which the k largest σ² make up 90 % of their sum."""
+
+
+def ranks(eigs: ArrayLike) -> Ranks:
+    """Of all λ = σ² of a matrix, in any order; at least one is positive."""
+    descending = np.sort(np.asarray(eigs, np.float64))[::-1]
+    energy = np.cumsum(descending)
+    return Ranks(
+        descending.size,
+        int(np.count_nonzero(np.sqrt(descending) > RELATIVE * np.sqrt(descending[0]))),
+        min(int(np.searchsorted(energy, ENERGY * energy[-1])) + 1, descending.size),
+    )
