@@ -362,5 +362,5 @@ def test_numbers_without_a_meaning_of_their_own(tmp_path: Path, out: Path) -> No
 
 def test_a_plain_path_is_shown_without_a_second_slash(tmp_path: Path, out: Path) -> None:
     result = cli("scan", f"/{one_file(tmp_path / 'model', random_weights())}", "--out", f"/{out}")
-    assert str(out / "models" / "model.csv") in result.stdout
+    assert str(out / "models" / "model.csv") in "".join(result.stdout.split())  # a long path is wrapped
     assert "//" not in result.stdout + result.stderr
