@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from numbers import Integral, Real
 from pathlib import Path
@@ -23,6 +23,7 @@ FORMATS = ("csv", "parquet", "jsonl")
 MOST_BINS = 1_000_000
 SPLITS = ("auto", "off", "thirds")
 VIEWS = ("table", "layers")
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _MOST_BYTES = 10**18
@@ -145,6 +146,77 @@ class OutputOptions:
         for name in ("overwrite", "show_skipped"):
             _yes_or_no(name, getattr(self, name))
         _choice("view", self.view, VIEWS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOptions:
+    """Which GPUs may be used beside other people's work, and when one of them counts as free."""
+
+    gpus: tuple[int, ...] = ()
+    """Numbers among the visible ones (those of CUDA_VISIBLE_DEVICES, where that is set); none: all of them."""
+    max_gpus: int | None = None
+    """At most so many at once."""
+    per_job: int = 1
+    """A job starts only when so many are free."""
+    mem_threshold: float = 500.0
+    """MB that others may hold on a GPU that still counts as free."""
+    max_checks: int = 10
+    """Checks in a row under the threshold that make a GPU free."""
+    check_every: float = 1.0
+    """Seconds between two checks."""
+
+    def __post_init__(self) -> None:
+        if any(gpu < 0 for gpu in self.gpus):
+            raise OptionError(f"--gpus {','.join(map(str, self.gpus))} is invalid (expected numbers such as 0,2)")
+        if self.max_gpus is not None:
+            _at_least("max-gpus", self.max_gpus, 1)
+        _at_least("gpus-per-job", self.per_job, 1)
+        _at_least("gpu-mem-threshold", self.mem_threshold, 0)
+        _at_least("max-checks", self.max_checks, 1)
+        _at_least("check-every", self.check_every, 0)
+        for most, said in ((self.max_gpus, "--max-gpus"), (len(self.gpus) or None, "--gpus")):
+            if most is not None and self.per_job > most:
+                raise OptionError(f"--gpus-per-job {self.per_job} is more than {said} allows ({most})")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """How a list of models is worked through."""
+
+    limit: int | None = None
+    """Only the first so many models, counted after `only` and `shuffle`."""
+    only: tuple[str, ...] = ()
+    """Globs on model ids; when there are any, only what matches one is scanned."""
+    shuffle: int | None = None
+    """Seed of another order than the list's."""
+    workers: int = 1
+    """Models side by side."""
+    retries: int = 2
+    """Further tries in one run of a model whose failure may pass."""
+    backoff: float = 30.0
+    """Seconds before the first of them; each one waits twice as long as the one before."""
+    retry_failed: bool = False
+    """Try again what failed for a reason that does not pass by itself."""
+    gpu: GpuOptions = field(default_factory=GpuOptions)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "only", (self.only,) if isinstance(self.only, str) else tuple(self.only))
+        if self.limit is not None:
+            _at_least("limit", self.limit, 0)
+        _at_least("workers", self.workers, 1)
+        _at_least("retries", self.retries, 0)
+        _at_least("backoff", self.backoff, 0)
+
+
+def parse_gpus(text: str | None) -> tuple[int, ...]:
+    """GPU numbers in a text such as ``0,2,5`` or ``0-3``; none for None."""
+    numbers: list[int] = []
+    for part in (text or "").split(",") if text is not None else ():
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        if not match:
+            raise OptionError(f"--gpus '{text}' is invalid (expected numbers such as 0,2 or 0-3)")
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(dict.fromkeys(numbers))
 
 
 def parse_size(text: str) -> int | None:

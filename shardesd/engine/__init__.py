@@ -1,20 +1,28 @@
 """Devices, the memory budget and the queue that carry the work. Knows nothing of what the work computes."""
 
 from shardesd.engine.devices import Device, available_memory, cpu_count, cpu_device, discover, peak_memory
+from shardesd.engine.neighbours import GpuUse, Neighbours, Visible, load_nvml, visible_gpus
 from shardesd.engine.queue import Engine
+from shardesd.engine.shared import SharedEngine
 from shardesd.engine.work import DeviceState, Outcome, State, Task, Trouble
 
 __all__ = [
     "Device",
     "DeviceState",
     "Engine",
+    "GpuUse",
+    "Neighbours",
     "Outcome",
+    "SharedEngine",
     "State",
     "Task",
     "Trouble",
+    "Visible",
     "available_memory",
     "cpu_count",
     "cpu_device",
     "discover",
+    "load_nvml",
     "peak_memory",
+    "visible_gpus",
 ]
