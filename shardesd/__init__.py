@@ -6,6 +6,8 @@ result = shardesd.scan("openai-community/gpt2")
 result.layers      # polars DataFrame, a row per matrix
 result.spectra     # longname → λ, ascending float64
 result.summary     # the model's row of summary.csv
+for result in shardesd.scan_many("models.csv", out="results"):
+    ...            # each model of a list, as it is done
 ```
 """
 
@@ -14,17 +16,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from shardesd.errors import ShardesdError
-from shardesd.options import ScanOptions
+from shardesd.options import BatchOptions, ScanOptions
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
+    from shardesd.batch import scan_many
     from shardesd.results import Result
     from shardesd.scanner import scan, stream
 
-__all__ = ["Result", "ScanOptions", "ShardesdError", "__version__", "scan", "stream"]
+__all__ = [
+    "BatchOptions",
+    "Result",
+    "ScanOptions",
+    "ShardesdError",
+    "__version__",
+    "scan",
+    "scan_many",
+    "stream",
+]
 
 # Loaded at first use: numpy and polars take longer to import than `shardesd --help` may take.
-_LAZY = {"Result": "shardesd.results", "scan": "shardesd.scanner", "stream": "shardesd.scanner"}
+_LAZY = {
+    "Result": "shardesd.results",
+    "scan": "shardesd.scanner",
+    "scan_many": "shardesd.batch",
+    "stream": "shardesd.scanner",
+}
 
 
 def __getattr__(name: str) -> Any:

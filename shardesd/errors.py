@@ -18,7 +18,9 @@ ShardesdError                 the message is one line a user can act on
 │   ├── MalformedAdapter      the config or the tensors are not what the format says
 │   └── UnmatchedAdapter      an adapter tensor finds no base tensor, two, or one of another shape
 ├── MatrixError               one matrix can't be analysed; costs its own row only
+├── ListError                 a list of models can't be read at all (what is wrong with one line costs that line only)
 └── ResultsError              the output folder can't be written, or holds another run's work
+    └── Held                  another process is writing the same model's results at this moment
 ```
 
 `MatrixError` becomes a row with status ``failed``; all the others end the command with exit code 1.
@@ -115,5 +117,13 @@ class MatrixError(ShardesdError):
     """One matrix can't be analysed. It costs its own row, never the run."""
 
 
+class ListError(ShardesdError):
+    """A list of models, or of commands, that can't be read, or that has no column for what it should list."""
+
+
 class ResultsError(ShardesdError):
     """The output folder can't be written, or holds results that this run must not replace."""
+
+
+class Held(ResultsError):
+    """Another process is writing the same results at this moment."""

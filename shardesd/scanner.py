@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardesd import matrices, spectra
-from shardesd.engine import Engine, available_memory, cpu_device, discover, peak_memory
+from shardesd.engine import Device, Engine, available_memory, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
@@ -45,6 +45,7 @@ def scan(
     options: ScanOptions | None = None,
     on_event: Callable[[Event], None] | None = None,
     stop: threading.Event | None = None,
+    engine: Engine | None = None,
     **changes: Any,
 ) -> Result:
     """The spectra and metrics of every weight matrix of `model`.
@@ -57,7 +58,8 @@ def scan(
 
     With `out`, tables are written there and an unfinished scan is continued; without it nothing is written. `changes`
     are fields of `ScanOptions` (``fix_fingers="DKS"``). Once `stop` is set, the matrices in flight are finished and an
-    incomplete result is given. Raises `ShardesdError`.
+    incomplete result is given. `engine` carries the work in place of one made for this scan (`options.device` and
+    `max_memory` are its matter then). Raises `ShardesdError`.
     """
     output = None
     if out is not None:
@@ -71,7 +73,7 @@ def scan(
         lora_alpha=lora_alpha,
         allow_residual_base=allow_residual_base,
     )
-    run = _Scan(what, _options(options, changes), output, on_event, stop, show_skipped)
+    run = _Scan(what, _options(options, changes), output, on_event, stop, show_skipped, engine)
     for _ in run.rows():
         pass
     return run.result()
@@ -100,6 +102,18 @@ def _several(adapter: Any) -> tuple[Any, ...]:
     return tuple(adapter) if isinstance(adapter, Iterable) and not isinstance(adapter, str) else (adapter,)
 
 
+def make_engine(options: ScanOptions, devices: tuple[Device, ...], notice: Callable[[str], None]) -> Engine:
+    """The engine of a scan with these options, on these devices."""
+    return Engine(
+        devices,
+        budget=options.max_memory or available_memory() // 2,
+        fallback=cpu_device(),
+        prepare=lambda device: spectra.prepare_worker(device.name, device.threads),
+        classify=spectra.trouble,
+        notice=notice,
+    )
+
+
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
     if options is not None and not isinstance(options, ScanOptions):
         raise OptionError(f"options={options!r} is invalid (expected ScanOptions)")
@@ -119,6 +133,7 @@ class _Scan:
         on_event: Callable[[Event], None] | None,
         stop: threading.Event | None,
         show_skipped: bool = False,
+        engine: Engine | None = None,
     ) -> None:
         self._started = time.perf_counter()
         self._options = options
@@ -126,6 +141,7 @@ class _Scan:
         self._emit = on_event or (lambda event: None)
         self._stop = stop or threading.Event()
         self._table = matrices.user_table(options.layout)
+        self._engine = engine
         opened = self._opened = open_what(what, options)
         self._checkpoint = opened.checkpoint
         self._template = Row(
@@ -147,7 +163,8 @@ class _Scan:
 
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
-        devices = discover(self._options.device, self._options.gpu_memory_fraction)
+        options = self._options
+        devices = self._engine.devices if self._engine else discover(options.device, options.gpu_memory_fraction)
         with closing(self._checkpoint), self._store:
             begun = self._store.begin(
                 self._fingerprint(), overwrite=self._output is not None and self._output.overwrite
@@ -163,14 +180,7 @@ class _Scan:
                 self._done_already(counts, begun.table)
                 return
             self._resumed = counts.total()
-            engine = Engine(
-                devices,
-                budget=self._options.max_memory or available_memory() // 2,
-                fallback=cpu_device(),
-                prepare=lambda device: spectra.prepare_worker(device.name, device.threads),
-                classify=spectra.trouble,
-                notice=lambda text: self._emit(Notice(message=text)),
-            )
+            engine = self._engine or make_engine(options, devices, lambda text: self._emit(Notice(message=text)))
             pipeline = Pipeline(
                 self._checkpoint,
                 self._options,
@@ -183,7 +193,7 @@ class _Scan:
                 skipped=self._skipped,
             )
             self._announce(pipeline, [device.name for device in devices])
-            with spectra.blas_threads(devices[0].threads):
+            with spectra.blas_threads(devices[0].threads if devices else cpu_device().threads):
                 for analysed in pipeline.rows():
                     self._store.append(analysed.row, analysed.eigs)
                     counts[analysed.row.status] += 1

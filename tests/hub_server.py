@@ -6,8 +6,8 @@
         subprocess.run([...], env=hub.env(cache_home=tmp_path))
         assert hub.paths("GET", "*.safetensors") == [...]
 
-It speaks model info, the tree, and HEAD and GET of files with ranges; gated and private repos, tokens, and redirects of
-LFS files as the Hub makes them. Every request is logged with its time.
+It speaks model info, searches by author and text, the tree, and HEAD and GET of files with ranges; gated and private
+repos, tokens, and redirects of LFS files as the Hub makes them. Every request is logged with its time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 _sleep = time.sleep  # the server's own, whatever a test does to the client's
 _LFS = (".safetensors", ".bin", ".pt", ".gguf")
@@ -233,6 +233,10 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
                     return self._answer(307, b"", {"Location": self.path.replace(old, new, 1)})
             if match := re.fullmatch(r"/cdn/([0-9a-f]{64})", self._path):
                 return self._cdn(match[1])
+            if self._path == "/api/models":
+                return self._search()
+            if self._path == "/api/whoami-v2":
+                return self._json({"name": "me"}) if self._token() in hub.tokens else self._refuse(401)
             if match := re.fullmatch(r"/api/models/(.+?)(?:/(revision|tree)/([^/]+))?", self._path):
                 return self._api(match[1], match[2], unquote(match[3] or "main"))
             if match := re.fullmatch(r"/([^/]+(?:/[^/]+)?)/resolve/([^/]+)/(.+)", self._path):
@@ -278,6 +282,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
             if kind == "tree":
                 return self._json(entries)
             return self._json({"id": repo_id, "modelId": repo_id, "sha": commit, "siblings": entries, "tags": []})
+
+        def _search(self) -> None:
+            query = {key: values[-1] for key, values in parse_qs(urlsplit(self.path).query).items()}
+            names = sorted(name for name in hub.repos if query.get("search", "") in name)
+            author = query.get("author")
+            found = [name for name in names if author is None or name.startswith(f"{author}/")]
+            rows = [{"id": name, "modelId": name, "downloads": 0, "likes": 0, "tags": []} for name in found]
+            return self._json(rows[: int(query.get("limit", "100"))])
 
         def _resolve(self, repo_id: str, revision: str, name: str) -> None:
             repo = self._repo(repo_id, contents=True)

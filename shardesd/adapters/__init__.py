@@ -5,7 +5,7 @@
 """
 
 from shardesd.adapters.base import BaseReference, Chain, base_reference, resolve_chain
-from shardesd.adapters.config import AdapterConfig, parse_config
+from shardesd.adapters.config import CONFIG_NAME, AdapterConfig, parse_config
 from shardesd.adapters.edits import (
     Edit,
     Merger,
@@ -22,6 +22,7 @@ from shardesd.adapters.names import base_name, looks_like_adapter
 from shardesd.adapters.plan import MergePlan, Virtual, plan_merge
 
 __all__ = [
+    "CONFIG_NAME",
     "Adapter",
     "AdapterConfig",
     "BaseReference",

@@ -16,6 +16,7 @@ import typer
 from shardesd.cli.arguments import (
     AllowPickle,
     Bins,
+    Delta,
     Device,
     Embeddings,
     Exclude,
@@ -35,6 +36,7 @@ from shardesd.cli.arguments import (
     Precision,
     Quiet,
     Repo,
+    RoundToBase,
     ShowSkipped,
     Solver,
     Split,
@@ -43,7 +45,12 @@ from shardesd.cli.arguments import (
     Verbose,
     View,
 )
+from shardesd.cli.batch import batch
+from shardesd.cli.doctor import doctor
+from shardesd.cli.models import models
+from shardesd.cli.run import run
 from shardesd.cli.session import errors, interruptible
+from shardesd.cli.summarize import summarize
 from shardesd.errors import ResultsError
 from shardesd.options import OutputOptions, ScanOptions, parse_size
 from shardesd.streams import encodable_json, open_streams, settle_streams
@@ -107,10 +114,8 @@ def scan(
         list[str] | None, typer.Option("--adapter", metavar="REPO", help="Merge it first; repeatable, in order.")
     ] = None,
     minus: Annotated[str | None, typer.Option("--minus", metavar="REPO", help="Analyse the difference to it.")] = None,
-    delta: Annotated[bool, typer.Option("--delta", help="Analyse what adapters add, not the merged weights.")] = False,
-    round_to_base_dtype: Annotated[
-        bool, typer.Option("--round-to-base-dtype", help="Round merged weights to the base's element type.")
-    ] = False,
+    delta: Delta = _SCAN.delta,
+    round_to_base_dtype: RoundToBase = _SCAN.round_to_base_dtype,
     lora_alpha: Annotated[
         float | None, typer.Option("--lora-alpha", metavar="X", help="α of LoRA weights without a config.")
     ] = None,
@@ -202,6 +207,13 @@ def demo(
     with errors(verbose):
         output = OutputOptions(out=out, overwrite=overwrite)
         _run({"model": minilm()}, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
+
+
+app.command()(batch)
+app.command()(run)
+app.command()(summarize)
+app.command()(doctor)
+app.add_typer(models, name="models")
 
 
 def _run(

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardesd.options import FIX_FINGERS, FORMATS, IO_METHODS, PRECISIONS, SOLVERS, SPLITS, VIEWS
+from shardesd.options import FIX_FINGERS, FORMATS, IO_METHODS, LOG_LEVELS, PRECISIONS, SOLVERS, SPLITS, VIEWS
 
 Repo = Annotated[
     str | None,
@@ -18,6 +18,10 @@ Repo = Annotated[
 ]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
 Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
+Delta = Annotated[bool, typer.Option("--delta", help="Analyse what adapters add, not the merged weights.")]
+RoundToBase = Annotated[
+    bool, typer.Option("--round-to-base-dtype", help="Round merged weights to the base's element type.")
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, or a list such as cuda:0,cuda:2.")]
 FixFingers = Annotated[
     str, typer.Option("--fix-fingers", metavar="|".join(FIX_FINGERS), help="How the power law's start is found.")
@@ -63,3 +67,14 @@ ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped t
 Json = Annotated[bool, typer.Option("--json", help="JSON lines on stdout, a row each.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, and no report.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="More progress, and tracebacks of errors.")]
+Gpus = Annotated[str | None, typer.Option("--gpus", metavar="LIST", help="Only these, such as 0,2 or 0-3.")]
+MaxGpus = Annotated[int | None, typer.Option("--max-gpus", metavar="N", help="At most so many at once.")]
+GpusPerJob = Annotated[int, typer.Option("--gpus-per-job", metavar="N", help="A job starts when so many are free.")]
+GpuMemThreshold = Annotated[
+    float, typer.Option("--gpu-mem-threshold", metavar="MB", help="Others may hold so much on a free GPU.")
+]
+MaxChecks = Annotated[
+    int, typer.Option("--max-checks", metavar="N", help="Checks in a row under the threshold that make a GPU free.")
+]
+CheckEvery = Annotated[float, typer.Option("--check-every", metavar="SECONDS", help="Between two checks.")]
+LogLevel = Annotated[str, typer.Option("--log-level", metavar="|".join(LOG_LEVELS), help="Of the log file.")]

@@ -44,19 +44,22 @@ def _fail(message: str, verbose: bool) -> NoReturn:
 
 
 @contextmanager
-def interruptible(show: Callable[[Any], None]) -> Iterator[threading.Event]:
-    """SIGINT or SIGTERM once: finish the matrices in flight and keep them. Twice: stop now."""
+def interruptible(
+    show: Callable[[Any], None], now: Callable[[], None] = lambda: None, words: str = "the matrices in flight are done"
+) -> Iterator[threading.Event]:
+    """SIGINT or SIGTERM once: finish what is in flight and keep it. Twice: `now`, and stop."""
     stop = threading.Event()
     from shardesd.records import Notice
 
-    words = Notice(message="stopping when the matrices in flight are done (Ctrl-C again: now)")
+    notice = Notice(message=f"stopping when {words} (Ctrl-C again: now)")
 
     def handle(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
+            now()
             os._exit(128 + number)
         stop.set()
         # In a thread, since the interrupted one may hold the display's lock.
-        threading.Thread(target=show, args=(words,), daemon=True).start()
+        threading.Thread(target=show, args=(notice,), daemon=True).start()
 
     signals = (signal.SIGINT, signal.SIGTERM)
     before: list[Callable[[int, FrameType | None], Any] | int | None] = [signal.signal(s, handle) for s in signals]
@@ -65,3 +68,17 @@ def interruptible(show: Callable[[Any], None]) -> Iterator[threading.Event]:
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
+
+
+@contextmanager
+def on_hangup(action: Callable[[], None]) -> Iterator[None]:
+    """`action` in a thread of its own whenever SIGHUP comes, where the system has it."""
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is None:
+        yield
+        return
+    before = signal.signal(hangup, lambda number, frame: threading.Thread(target=action, daemon=True).start())
+    try:
+        yield
+    finally:
+        signal.signal(hangup, before)

@@ -14,26 +14,51 @@ OUT/
 
 from __future__ import annotations
 
-from shardesd.results.files import atomic, file_stem
+from shardesd.results.digest import Digest, Spread, rebuild_summary
+from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
+from shardesd.results.load import Finished, find_finished, load_result
 from shardesd.results.memory import MemoryStore
 from shardesd.results.result import Result
 from shardesd.results.store import Begun, ModelStore
 from shardesd.results.stored import StoredSpectra
-from shardesd.results.summary import SUMMARY_COLUMNS, summarise, update_summary
-from shardesd.results.tables import SCHEMA, read_table, to_frame, to_rows
+from shardesd.results.summary import (
+    SUMMARY_COLUMNS,
+    Cells,
+    edit_table,
+    read_models,
+    read_summary,
+    summarise,
+    update_summary,
+)
+from shardesd.results.tables import SCHEMA, read_table, text_table, to_frame, to_rows
 
 __all__ = [
     "SCHEMA",
     "SUMMARY_COLUMNS",
     "Begun",
+    "Cells",
+    "Digest",
+    "Finished",
+    "Lock",
     "MemoryStore",
     "ModelStore",
     "Result",
+    "Spread",
     "StoredSpectra",
     "atomic",
+    "edit_table",
     "file_stem",
+    "find_finished",
+    "load_result",
+    "make_folders",
+    "named_errors",
+    "read_models",
+    "read_summary",
     "read_table",
+    "rebuild_summary",
+    "remove_leftovers",
     "summarise",
+    "text_table",
     "to_frame",
     "to_rows",
     "update_summary",

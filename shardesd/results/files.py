@@ -19,7 +19,7 @@ from typing import BinaryIO
 import filelock
 import psutil
 
-from shardesd.errors import NoSpace, ResultsError
+from shardesd.errors import Held, NoSpace, ResultsError
 
 MAX_NAME_BYTES = 200
 _KEPT = frozenset("._-+=,")
@@ -162,12 +162,12 @@ class Lock:
         self._lock = filelock.FileLock(str(path), thread_local=False)
 
     def acquire(self, timeout: float, held: Callable[[str], str]) -> None:
-        """Waits `timeout` s; raises `ResultsError` with what `held` makes of its holder (``process 7 on host``)."""
+        """Waits `timeout` s; raises `Held` with what `held` makes of its holder (``process 7 on host``)."""
         with named_errors(self.path):
             try:
                 self._wait(timeout)
             except filelock.Timeout:
-                raise ResultsError(held(self._read_holder())) from None
+                raise Held(held(self._read_holder())) from None
             with suppress(OSError):  # a help for others, not a condition
                 self._holder.write_text(f"process {os.getpid()} on {platform.node()}", encoding="utf-8")
 

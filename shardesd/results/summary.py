@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ SUMMARY_COLUMNS: tuple[str, ...] = (
     "total_params",
     "seconds",
 )
+Cells = dict[str, str]
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for others that write the same summary."""
 
@@ -106,27 +107,43 @@ def update_summary(out: Path, row: Mapping[str, Any]) -> Path:
     Other models' rows, and columns that aren't in `SUMMARY_COLUMNS`, stay as they are, text for text. Processes that
     do this at once wait for each other. Raises `NoSpace` or `ResultsError`.
     """
-    path = out / "summary.csv"
-    lock = Lock(out / ".summary.lock")
+    new = {name: cell(row[name]) for name in SUMMARY_COLUMNS}
+
+    def put(rows: list[Cells]) -> list[Cells]:
+        same = [i for i, old in enumerate(rows) if all(old.get(k, "") == new[k] for k in ("model_id", "revision"))]
+        if not same:
+            return [*rows, new]
+        rows[same[0]] = {**rows[same[0]], **new}
+        return [old for i, old in enumerate(rows) if i not in same[1:]]
+
+    return edit_table(out / "summary.csv", SUMMARY_COLUMNS, put)
+
+
+def edit_table(
+    path: Path, columns: Sequence[str], change: Callable[[list[Cells]], list[Cells]], extra: Sequence[str] = ()
+) -> Path:
+    """Replaces the rows of a CSV file whose rows are models by what `change` makes of them; gives the path.
+
+    Columns beyond `columns` stay, those named in `extra` first and in that order. Processes that do this at once wait
+    for each other; a file that would stay as it is isn't touched, nor is one made for no rows. Raises `NoSpace` or
+    `ResultsError`.
+    """
+    lock = Lock(path.parent / f".{path.stem}.lock")
     try:
         lock.acquire(LOCK_TIMEOUT, lambda holder: f"{holder} has held {path} for {LOCK_TIMEOUT:.0f} s; try again later")
         remove_leftovers([path])
-        rows = read_summary(out)
-        new = {name: _cell(row[name]) for name in SUMMARY_COLUMNS}
-        same = [i for i, old in enumerate(rows) if all(old.get(k, "") == new[k] for k in ("model_id", "revision"))]
-        if same:
-            rows[same[0]] = {**rows[same[0]], **new}
-            rows = [old for i, old in enumerate(rows) if i not in same[1:]]
-        else:
-            rows.append(new)
-        extra = {name: None for old in rows for name in old if name not in SUMMARY_COLUMNS}
+        rows = change(read_models(path))
+        with named_errors(path):
+            current = path.read_bytes() if path.exists() else None
+        if current is None and not rows:
+            return path
+        found = {name: None for row in rows for name in row if name not in columns}
+        names = [*columns, *(name for name in extra if name in found), *(name for name in found if name not in extra)]
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, [*SUMMARY_COLUMNS, *extra], restval="", lineterminator="\n")
+        writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
         data = text.getvalue().encode()
-        with named_errors(path):
-            current = path.read_bytes() if path.exists() else None
         if data != current:
             with atomic(path) as file:
                 file.write(data)
@@ -135,12 +152,19 @@ def update_summary(out: Path, row: Mapping[str, Any]) -> Path:
     return path
 
 
-def read_summary(out: Path) -> list[dict[str, str]]:
+def read_summary(out: Path) -> list[Cells]:
     """The rows of ``out/summary.csv`` as text; none where there is no such file.
 
     Raises `ResultsError` where the file is something else than a summary.
     """
-    path = out / "summary.csv"
+    return read_models(out / "summary.csv")
+
+
+def read_models(path: Path) -> list[Cells]:
+    """The rows of a CSV file with a column ``model_id``, as text; none where there is no such file.
+
+    Raises `ResultsError` where the file is something else.
+    """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restval="")
@@ -151,11 +175,12 @@ def read_summary(out: Path) -> list[dict[str, str]]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ResultsError(f"can't read {path}: {error}; move it away, or choose another --out") from error
     if columns and ("model_id" not in columns or any(None in row for row in rows)):
-        raise ResultsError(f"{path} is not a summary of models; move it away, or choose another --out")
+        raise ResultsError(f"{path} is not a table of models; move it away, or choose another --out")
     return rows
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the summary's CSV writes it."""
     if value is None:
         return ""
     return str(value).lower() if isinstance(value, bool) else str(value)

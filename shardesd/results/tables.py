@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
@@ -116,3 +116,11 @@ def read_table(path: str | Path) -> pl.DataFrame:
         reason = str(error).strip().partition("\n")[0]
         raise ResultsError(f"can't read the table {path}: {reason}; move it away, or scan again") from error
     return found.with_columns(pl.col(name).fill_null(text) for name, text in _TEXT_DEFAULTS.items())
+
+
+def text_table(rows: Iterable[Sequence[str | None]], columns: Sequence[str]) -> bytes:
+    """A Parquet file of texts."""
+    buffer = io.BytesIO()
+    schema = {name: pl.String() for name in columns}
+    pl.DataFrame([list(row) for row in rows], schema=schema, orient="row").write_parquet(buffer)
+    return buffer.getvalue()

@@ -21,7 +21,7 @@ from shardesd.show.unfailing import Unfailing
 
 Listener = Callable[[Event], None]
 
-_PER_SECOND = 4
+PER_SECOND = 4
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def display(
     line that sums the scan up stays in its place where no report for a person follows on the same screen (with `json`,
     or where stdout is not a terminal). The listener may be called from several threads.
     """
-    live = _is_live(console)
+    live = is_live(console)
     console = console or Console(file=cast(TextIO, Unfailing(sys.stderr)))
     if quiet:
         yield _quiet(console)
@@ -55,14 +55,14 @@ def _isatty(stream: object) -> bool:
         return False
 
 
-def _is_live(console: Console | None) -> bool:
+def is_live(console: Console | None) -> bool:
     if console is not None:
         return console.is_interactive
     # rich takes FORCE_COLOR as a terminal; a picture that redraws itself needs a real one.
     return _isatty(sys.stderr) and Console(stderr=True).is_interactive
 
 
-def _writer(console: Console) -> Callable[[list[str]], None]:
+def writer(console: Console) -> Callable[[list[str]], None]:
     """Writes plain lines past rich: nothing is wrapped, coloured or taken for markup."""
 
     def write(lines: list[str]) -> None:
@@ -75,7 +75,7 @@ def _writer(console: Console) -> Callable[[list[str]], None]:
 
 
 def _quiet(console: Console) -> Listener:
-    lock, write = threading.Lock(), _writer(console)
+    lock, write = threading.Lock(), writer(console)
 
     def listen(event: Event) -> None:
         if isinstance(event, RowDone) and event.row.status == "failed":
@@ -86,7 +86,7 @@ def _quiet(console: Console) -> Listener:
 
 
 def _plain(console: Console, *, verbose: bool) -> Listener:
-    lock, write = threading.Lock(), _writer(console)
+    lock, write = threading.Lock(), writer(console)
     progress, plain = Progress(), PlainLines(verbose=verbose)
 
     def listen(event: Event) -> None:
@@ -123,7 +123,7 @@ def _live(console: Console, *, verbose: bool, sum_up: bool) -> Iterator[Listener
     with Live(
         console=console,
         get_renderable=lambda: lines,
-        refresh_per_second=_PER_SECOND,
+        refresh_per_second=PER_SECOND,
         transient=True,
         redirect_stdout=False,
     ):

@@ -59,7 +59,7 @@ def open_source(repo: str | os.PathLike[str], *, revision: str | None = None) ->
         folder, at, inline = text.rpartition("@")
         if at and os.path.exists(os.path.expanduser(folder)):
             hint = f"; '{folder}' is here, but what is local has no revisions: leave '@{inline}' out"
-        if not isinstance(repo, str) or _looks_like_path(text):
+        if not isinstance(repo, str) or looks_like_path(text):
             raise NotFound(f"no such file or folder: '{text}'{hint}")
     from shardesd.source.hub import open_hub
 
@@ -105,7 +105,7 @@ def parse_hub(text: str, revision: str | None = None) -> HubAddress:
     return HubAddress(repo_id=repo_id, revision=chosen, path=path)
 
 
-def _looks_like_path(text: str) -> bool:
+def looks_like_path(text: str) -> bool:
     """Whether a text that names nothing local was meant as a path all the same."""
     return (
         text.startswith((".", "/", "~"))

@@ -346,7 +346,7 @@ def test_a_read_only_folder_is_found_at_begin(tmp_path: Path, monkeypatch: pytes
 
 def test_another_summary_is_found_at_begin(tmp_path: Path) -> None:
     (tmp_path / "summary.csv").write_text("something,else\n1,2\n")
-    with pytest.raises(ResultsError, match=r"summary\.csv is not a summary of models"):
+    with pytest.raises(ResultsError, match=r"summary\.csv is not a table of models"):
         ModelStore(tmp_path, "org/name", None).begin(fingerprint(), overwrite=False)
     assert files(tmp_path) == ["summary.csv"]
 

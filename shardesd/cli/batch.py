@@ -1,0 +1,242 @@
+"""`shardesd batch`: many models from a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from shardesd.cli.arguments import (
+    AllowPickle,
+    Bins,
+    CheckEvery,
+    Delta,
+    Device,
+    Embeddings,
+    Exclude,
+    FilterZeros,
+    FixFingers,
+    Format,
+    GpuFraction,
+    GpuMemThreshold,
+    Gpus,
+    GpusPerJob,
+    Include,
+    Io,
+    Json,
+    LayoutFile,
+    LogLevel,
+    MaxAspect,
+    MaxChecks,
+    MaxGpus,
+    MaxMemory,
+    Out,
+    Overwrite,
+    PerHead,
+    Precision,
+    Quiet,
+    RoundToBase,
+    ShowSkipped,
+    Solver,
+    Split,
+    Stats,
+    Thresh,
+    Verbose,
+)
+from shardesd.cli.session import errors, interruptible, on_hangup
+from shardesd.options import (
+    BatchOptions,
+    GpuOptions,
+    OutputOptions,
+    ScanOptions,
+    parse_gpus,
+    parse_size,
+)
+
+if TYPE_CHECKING:
+    from shardesd.batch import ModelList, Plan
+    from shardesd.events import BatchEvent, BatchFinished
+
+_SCAN = ScanOptions()
+_OUTPUT = OutputOptions()
+_BATCH = BatchOptions()
+_GPU = GpuOptions()
+
+
+def batch(
+    models: Annotated[
+        str, typer.Argument(metavar="LIST", help="CSV, TSV, Parquet, JSON lines, or a text file of ids.")
+    ],
+    out: Out = _OUTPUT.out,
+    format: Format = _OUTPUT.format,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Only the first N models.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", metavar="GLOB", help="Only models whose id matches.")] = (
+        None
+    ),
+    shuffle: Annotated[int | None, typer.Option("--shuffle", metavar="SEED", help="In another order.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is to do.")] = False,
+    workers: Annotated[int, typer.Option("--workers", metavar="N", help="Models side by side.")] = _BATCH.workers,
+    retries: Annotated[
+        int, typer.Option("--retries", metavar="N", help="Further tries of what failed and may pass.")
+    ] = _BATCH.retries,
+    backoff: Annotated[
+        float, typer.Option("--backoff", metavar="SECONDS", help="Before the first of them; each waits twice as long.")
+    ] = _BATCH.backoff,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Try again what failed for good, too.")
+    ] = _BATCH.retry_failed,
+    device: Device = _SCAN.device,
+    gpus: Gpus = None,
+    max_gpus: MaxGpus = None,
+    gpus_per_job: GpusPerJob = _GPU.per_job,
+    gpu_mem_threshold: GpuMemThreshold = _GPU.mem_threshold,
+    max_checks: MaxChecks = _GPU.max_checks,
+    check_every: CheckEvery = _GPU.check_every,
+    fix_fingers: FixFingers = _SCAN.fix_fingers,
+    evals_thresh: Thresh = _SCAN.evals_thresh,
+    filter_zeros: FilterZeros = _SCAN.filter_zeros,
+    bins: Bins = _SCAN.bins,
+    solver: Solver = _SCAN.solver,
+    precision: Precision = _SCAN.precision,
+    max_aspect: MaxAspect = _SCAN.max_aspect,
+    include: Include = None,
+    exclude: Exclude = None,
+    embeddings: Embeddings = _SCAN.embeddings,
+    delta: Delta = _SCAN.delta,
+    round_to_base_dtype: RoundToBase = _SCAN.round_to_base_dtype,
+    split: Split = _SCAN.split,
+    layout: LayoutFile = None,
+    per_head: PerHead = _SCAN.per_head,
+    stats: Stats = _SCAN.stats,
+    max_memory: MaxMemory = "auto",
+    gpu_memory_fraction: GpuFraction = _SCAN.gpu_memory_fraction,
+    allow_pickle: AllowPickle = _SCAN.allow_pickle,
+    io: Io = _SCAN.io,
+    overwrite: Overwrite = _OUTPUT.overwrite,
+    show_skipped: ShowSkipped = _OUTPUT.show_skipped,
+    log_level: LogLevel = "info",
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Work through a list of models; interrupt it, kill it, run it again or several times at once."""
+    with errors(verbose):
+        options = ScanOptions(
+            fix_fingers=fix_fingers,
+            evals_thresh=evals_thresh,
+            filter_zeros=filter_zeros,
+            bins=bins,
+            solver=solver,
+            precision=precision,
+            max_aspect=max_aspect,
+            include=tuple(include or ()),
+            exclude=tuple(exclude or ()),
+            embeddings=embeddings,
+            delta=delta,
+            round_to_base_dtype=round_to_base_dtype,
+            split=split,
+            layout=layout or "",
+            per_head=per_head,
+            stats=stats,
+            device=device,
+            max_memory=parse_size(max_memory),
+            gpu_memory_fraction=gpu_memory_fraction,
+            allow_pickle=allow_pickle,
+            io=io,
+        )
+        output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)
+        how = BatchOptions(
+            limit=limit,
+            only=tuple(only or ()),
+            shuffle=shuffle,
+            workers=workers,
+            retries=retries,
+            backoff=backoff,
+            retry_failed=retry_failed,
+            gpu=GpuOptions(
+                gpus=parse_gpus(gpus),
+                max_gpus=max_gpus,
+                per_job=gpus_per_job,
+                mem_threshold=gpu_mem_threshold,
+                max_checks=max_checks,
+                check_every=check_every,
+            ),
+        )
+        from shardesd.batch import read_list
+
+        listed = read_list(models)
+        if dry_run:
+            _dry_run(listed, output, options, how)
+        _run(listed, output, options, how, log_level=log_level, json=json, quiet=quiet, verbose=verbose)
+
+
+def _dry_run(listed: ModelList, output: OutputOptions, options: ScanOptions, how: BatchOptions) -> NoReturn:
+    from shardesd.batch import Batch
+    from shardesd.show import plan_lines
+
+    _say_problems(listed)
+    plan = Batch(listed, output=output, scan=options, batch=how).plan()
+    rows = []
+    for model in plan.models:
+        kind = "adapter" if model.adapter else ""
+        why = model.failure.message if model.failure else f"on {model.row.base}" if model.row.base else kind
+        rows.append((model.row.name, model.state, model.nbytes, why))
+    for line in plan_lines(rows, plan.left_bytes, plan.eta):
+        typer.echo(line)
+    raise typer.Exit(3 if _hopeless(plan) or any(not problem.repeats for problem in listed.problems) else 0)
+
+
+def _hopeless(plan: Plan) -> bool:
+    return plan.count("failed", "impossible") > 0
+
+
+def _say_problems(listed: ModelList) -> None:
+    for problem in listed.problems:
+        typer.echo(f"{'note' if problem.repeats else 'left out'}: {problem}", err=True)
+
+
+def _run(
+    listed: ModelList,
+    output: OutputOptions,
+    options: ScanOptions,
+    how: BatchOptions,
+    *,
+    log_level: str,
+    json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> NoReturn:
+    from json import dumps
+
+    from shardesd.batch import Batch, log_file
+    from shardesd.events import BatchFinished
+    from shardesd.results import load_result
+    from shardesd.show import batch_display
+
+    finished: list[BatchFinished] = []
+    if not quiet:
+        _say_problems(listed)
+    with (
+        log_file(Path(output.out), log_level) as log,
+        batch_display(quiet=quiet, verbose=verbose) as show,
+        interruptible(show) as stop,
+    ):
+
+        def listen(event: BatchEvent) -> None:
+            if isinstance(event, BatchFinished):
+                finished.append(event)
+            log(event)
+            show(event)
+
+        work = Batch(listed, output=output, scan=options, batch=how, on_event=listen, stop=stop)
+        with on_hangup(work.reconfigure):
+            for row in work.run():
+                if json:
+                    result = load_result(work.out, row.model_id, row.revision)
+                    typer.echo(dumps(result.summary))
+    raise typer.Exit(exit_code(finished[-1]))
+
+
+def exit_code(finished: BatchFinished) -> int:
+    return 3 if finished.failed or finished.failed_rows or finished.left or finished.interrupted else 0

@@ -1,0 +1,38 @@
+"""`shardesd summarize`: a folder of results, across its models."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardesd.cli.arguments import Format, Json, Quiet, Verbose
+from shardesd.cli.session import errors
+from shardesd.options import OutputOptions
+
+_OUTPUT = OutputOptions()
+
+
+def summarize(
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="The --out of scans or of a batch.")] = _OUTPUT.out,
+    format: Format = _OUTPUT.format,
+    json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> None:
+    """Rebuild summary.csv from the models' tables, and say what they show together."""
+    with errors(verbose):
+        from shardesd.results import rebuild_summary
+        from shardesd.show import digest_lines
+
+        OutputOptions(format=format)
+        digest = rebuild_summary(Path(folder), format)
+        if json:
+            import json as json_module
+
+            typer.echo(json_module.dumps(asdict(digest)))
+        elif not quiet:
+            for line in digest_lines(digest):
+                typer.echo(line)
