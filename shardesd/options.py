@@ -79,7 +79,7 @@ class ScanOptions:
     allow_pickle: bool = False
     """Read PyTorch's pickled files (``.bin``, ``.pt``) where there is no safetensors: tensors, nothing else."""
     io: str = "auto"
-    """How local bytes are read: ``mmap``, ``pread``, or ``auto`` (mmap, and pread on network filesystems)."""
+    """How local bytes are read: ``mmap``, ``pread``, or ``auto`` (pread, which is faster)."""
 
     def __post_init__(self) -> None:
         _choice("fix-fingers", self.fix_fingers, FIX_FINGERS)

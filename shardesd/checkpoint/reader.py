@@ -1,11 +1,10 @@
 """Byte ranges of one file → arrays in memory, one range at a time.
 
-Two ways, of the same speed (6 GB/s from the page cache, measured):
-
-- ``pread``: `preadv` in chunks into a buffer that is used again.
+- ``pread``, and ``auto``: `preadv` in chunks into a buffer that is used again.
 - ``mmap``: the range is mapped, the kernel copies it chunk by chunk into that same buffer, and each chunk's pages are
   given back at once. This process never touches a mapped page itself: when a file shrinks, a touched page beyond its
   new end kills the process (SIGBUS, which no Python code can catch), while a system call merely reports a fault.
+  Slower at every size (docs/performance.md), since each range's page tables are built and torn down.
 
 So nobody who changes the file can reach an array that was handed out, and a file that changed is noticed before the
 array is: `ShardChanged`.
@@ -29,7 +28,6 @@ from typing import cast
 
 import numpy as np
 
-from shardesd.checkpoint.mounts import is_network
 from shardesd.errors import AccessDenied, NotFound, OptionError, ShardChanged, SourceError
 from shardesd.options import IO_METHODS
 
@@ -42,8 +40,7 @@ _Copy = Callable[[int, int, int], int]
 class Reader:
     """One open file, read by any number of threads at once.
 
-    `io` is ``mmap``, ``pread`` or ``auto``: mmap, and pread on network filesystems, outside Linux and where a mapping
-    is refused. Raises `SourceError` when the file can't be opened, or can't be mapped and `io` is ``mmap``.
+    `io` is ``mmap``, ``pread`` or ``auto`` (pread). Raises `SourceError` when the file can't be opened or mapped.
 
     Memory: one buffer per read in progress, plus one that waits for the next read; all are freed with the reader.
     """
@@ -51,12 +48,10 @@ class Reader:
     def __init__(self, path: Path, io: str = "auto") -> None:
         if io not in IO_METHODS:
             raise OptionError(f"--io '{io}' is invalid (expected one of: {', '.join(IO_METHODS)})")
-        self._copy = _process_vm_readv()
+        self._copy = _process_vm_readv() if io == "mmap" else None
         if io == "mmap" and self._copy is None:
             raise OptionError("--io mmap works on Linux only: use --io auto or --io pread")
         self.path = path
-        self._explicit = io == "mmap"
-        self._maps = self._explicit or (io == "auto" and self._copy is not None and not is_network(path))
         try:
             self.file: BufferedReader = open(path, "rb")  # noqa: SIM115
             self._stamp = self._stat()
@@ -69,8 +64,8 @@ class Reader:
 
     @property
     def method(self) -> str:
-        """``mmap`` or ``pread``: how the next range is read."""
-        return "mmap" if self._maps else "pread"
+        """``mmap`` or ``pread``."""
+        return "pread" if self._copy is None else "mmap"
 
     @property
     def closed(self) -> bool:
@@ -100,7 +95,7 @@ class Reader:
             try:
                 data = buffer[: end - start]
                 self._check()
-                done = self._read_mapped(data, start) if self._maps and len(data) else 0
+                done = self._read_mapped(data, start, self._copy) if self._copy and len(data) else 0
                 self._read_plain(data, start, done)
                 self._check()
             finally:
@@ -150,17 +145,15 @@ class Reader:
             what = f"from {before} to {size} bytes" if size != before else "in place"
             raise ShardChanged(f"{self.path} changed {what} while it was read: run again once it is complete")
 
-    def _read_mapped(self, data: np.ndarray, start: int) -> int:
+    def _read_mapped(self, data: np.ndarray, start: int, copy: _Copy) -> int:
         """Copy `data` from a mapping; returns how many bytes could be had (`_read_plain` finds out why not all)."""
-        assert self._copy is not None
         before = start % mmap.ALLOCATIONGRANULARITY
         try:
             mapping = mmap.mmap(self.file.fileno(), before + len(data), access=mmap.ACCESS_READ, offset=start - before)
         except ValueError:  # mmap's way to say that the file ends before the range does
             return 0
         except OSError as error:
-            self._refused(error)
-            return 0
+            raise self._refused(error) from error
         with mapping:
             mapping.madvise(mmap.MADV_SEQUENTIAL)
             view = np.frombuffer(mapping, np.uint8)
@@ -168,9 +161,9 @@ class Reader:
             del view  # or the mapping can't be closed; the address stays good until it is
             done = 0
             while done < len(data):
-                copied = self._copy(target + done, source + done, min(CHUNK_BYTES, len(data) - done))
+                copied = copy(target + done, source + done, min(CHUNK_BYTES, len(data) - done))
                 if copied < 0 and ctypes.get_errno() in (errno.ENOSYS, errno.EPERM):
-                    self._refused(OSError(ctypes.get_errno(), "process_vm_readv is not permitted"))
+                    raise self._refused(OSError(ctypes.get_errno(), "process_vm_readv is not permitted"))
                 if copied <= 0:
                     break
                 page = (before + done) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -178,11 +171,9 @@ class Reader:
                 mapping.madvise(mmap.MADV_DONTNEED, page, before + done - page)
         return done
 
-    def _refused(self, error: OSError) -> None:
-        if self._explicit:
-            why = error.strerror or str(error)
-            raise SourceError(f"{self.path} can't be memory-mapped ({why}): use --io auto or --io pread") from error
-        self._maps = False
+    def _refused(self, error: OSError) -> SourceError:
+        why = error.strerror or str(error)
+        return SourceError(f"{self.path} can't be memory-mapped ({why}): use --io auto or --io pread")
 
     def _read_plain(self, data: np.ndarray, start: int, done: int) -> None:
         """Read `data` from its byte `done` on."""
