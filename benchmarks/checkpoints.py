@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -60,28 +61,33 @@ def write(
             size = 0
         shards[-1].append((name, shape))
         size += nbytes
-    generator = np.random.default_rng(0)
-    weight_map, total = {}, 0
-    for number, members in enumerate(shards, start=1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        header: dict[str, object] = {}
-        offset = 0
-        for name, shape in members:
-            nbytes = 2 * math.prod(shape)
-            header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + nbytes]}
-            weight_map[name] = file
-            offset += nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (folder / file).open("wb") as stream:
-            stream.write(len(text).to_bytes(8, "little") + text)
-            for _, shape in members:
-                to_bf16(heavy_tailed(shape, generator)).tofile(stream)
-        total += offset
+    files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+    with ThreadPoolExecutor() as pool:  # numpy draws its numbers beside the interpreter's lock
+        sizes = list(pool.map(write_shard, [folder / file for file in files], shards, range(len(shards))))
+    total = sum(sizes)
+    weight_map = {name: file for file, members in zip(files, shards, strict=True) for name, _ in members}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config))
     return total
+
+
+def write_shard(path: Path, members: list[tuple[str, tuple[int, ...]]], seed: int) -> int:
+    """Writes one file; returns the bytes of its tensors."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, shape in members:
+        nbytes = 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    generator = np.random.default_rng(seed)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        for _, shape in members:
+            to_bf16(heavy_tailed(shape, generator)).tofile(stream)
+    return offset
 
 
 def llama(

@@ -38,6 +38,7 @@ from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
 
 _Work = tuple[Spectrum, dict[str, Any]]
+_Plan = list[MatrixRef | Skip]
 _Item = TypeVar("_Item", bound="MatrixRef | Skip")
 
 
@@ -68,10 +69,9 @@ class Pipeline:
     """Longname → the tensor that holds it, of all seen so far."""
     _open: dict[str, OpenShard] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _exact: int = 0
-    """Matrices of the shards opened so far."""
-    _estimated: int = 0
-    """What the names of the shards opened so far had promised."""
+    _exact: int = 0  # matrices of the shards opened so far
+    _estimated: int = 0  # what the names of the shards opened so far had promised
+    _whole: int | None = None  # matrices of all shards, once all headers are here
     _opened: int = 0
     _closed: bool = False
     _counted: set[str] = field(default_factory=set)
@@ -83,9 +83,10 @@ class Pipeline:
 
     def total(self) -> tuple[int | None, bool]:
         """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
-        tensors = self.checkpoint.tensors()
         if self.checkpoint.complete:
-            return sum(self._count(tensor) for tensor in tensors), True
+            if self._whole is None:
+                self._whole = sum(self._count(self._plan(tensor)) for tensor in self.checkpoint.tensors())
+            return self._whole, True
         names = self.checkpoint.names
         if names is None:
             return None, False
@@ -100,6 +101,7 @@ class Pipeline:
 
     def _learn(self) -> None:
         known = self.checkpoint
+        self._whole = None
         self._context = matrices.Context(
             config=known.config, names=known.names, options=self.options, hints=known.hints, table=self.table
         )
@@ -163,7 +165,8 @@ class Pipeline:
                 self.numels[tensor.name] = tensor.numel
             if self._context.names is None and self.checkpoint.complete:
                 self._learn()
-            counts = {tensor.name: self._count(tensor) for tensor in shard.tensors}
+            plans = {tensor.name: self._plan(tensor) for tensor in shard.tensors}
+            counts = {name: self._count(plan) for name, plan in plans.items()}
             self._exact += sum(counts.values())
             self._estimated += matrices.estimate(counts, self._context)
             total, exact = self.total()
@@ -173,7 +176,7 @@ class Pipeline:
                     state.kept = True
                     last.append((tensor, shard))
                 else:
-                    yield from self._planned(tensor, shard)
+                    yield from self._planned(tensor, plans.pop(tensor.name), shard)
             state.planned = True
             self._left(ref.name, fetcher, 0)
         # Quantised weights that lacked a part (a scale in a later shard) when their own shard was opened.
@@ -188,16 +191,17 @@ class Pipeline:
         for tensor, shard in last:
             twin = ties.twin(tensor, shard, left) if (tensor, shard) in left else None
             if twin is None:
-                yield from self._planned(tensor, shard)
+                yield from self._planned(tensor, self._plan(tensor), shard)
             else:
                 tie = self._owned(matrices.tied(tensor, twin))
                 self._skip(tie)
                 yield from self._counts(tensor, [tie], shard)
 
-    def _count(self, tensor: TensorRef) -> int:
-        return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in self._plan(tensor))
+    @staticmethod
+    def _count(plan: _Plan) -> int:
+        return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in plan)
 
-    def _plan(self, tensor: TensorRef) -> list[MatrixRef | Skip]:
+    def _plan(self, tensor: TensorRef) -> _Plan:
         if tensor.name in self._ties:
             return [matrices.tied(tensor, self._ties[tensor.name])]
         return matrices.plan(tensor, self._context)
@@ -211,8 +215,8 @@ class Pipeline:
             longname = f"{item.longname}#{number}"
         return item if longname == item.longname else replace(item, longname=longname)
 
-    def _planned(self, tensor: TensorRef, shard: Shard) -> Iterator[Task[Key, _Work]]:
-        items = [self._owned(item) for item in self._plan(tensor)]
+    def _planned(self, tensor: TensorRef, plan: list[MatrixRef | Skip], shard: Shard) -> Iterator[Task[Key, _Work]]:
+        items = [self._owned(item) for item in plan]
         yield from self._counts(tensor, items, shard)
         for item in items:
             if item.longname in self.done:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
+_GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
 
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
@@ -129,6 +130,7 @@ class _Run(Generic[K, T]):
         self._stop = stop
         self._done: queue.SimpleQueue[Outcome[K, T] | _FeedError | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._ready: Ready[K, T] = Ready()
@@ -230,15 +232,20 @@ class _Run(Generic[K, T]):
             for number, task in enumerate(tasks):
                 with self._changed:
                     # Outcomes that the caller hasn't taken count too: a caller that pauses pauses the scan.
-                    self._changed.wait_for(lambda: self._over() or self._pending < self._engine.reach)
+                    if self._pending >= self._engine.reach:
+                        self._all_here.set()
+                        self._changed.wait_for(lambda: self._over() or self._pending < self._engine.reach)
                     if self._over():
                         return
+                    self._all_here.clear()
                     self._pending += 1
                     self._ready.add(Ticket(task, number))
                     self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
             self._done.put(_FeedError(error))
+        finally:
+            self._all_here.set()
 
     def _over(self) -> bool:
         return self._closed or self._stop.is_set()
@@ -282,22 +289,32 @@ class _Run(Generic[K, T]):
         """What the worker does next; None when there will be nothing more for it."""
         place = worker.place
         with self._changed:
-            while not (self._closed or place.retired or worker.abandoned):
+            while True:
+                if self._closed or place.retired or worker.abandoned:
+                    return None
                 first = self._ready.take(
                     lambda ticket: self._fits(ticket, place), lambda ticket: self._suits(ticket, place)
                 )
                 if first is not None:
-                    worker.tickets = [first]
-                    worker.since = time.monotonic()
-                    if self._run_many and first.task.group is not None and not (place.is_cpu or first.alone):
-                        # Not all that is ready, so that the other slots have some too.
-                        slots = sum(p.device.slots for p in self._places if not p.retired)
-                        most = min(first.task.most, -(-(len(self._ready) + 1) // slots))
-                        self._ready.take_like(worker.tickets, most, lambda ticket: self._fits(ticket, place))
-                    self._changed.notify_all()
-                    return list(worker.tickets)
+                    break
                 self._changed.wait(1.0)
-        return None
+            worker.tickets = [first]
+            worker.since = time.monotonic()
+            self._changed.notify_all()
+            if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
+                return [first]
+            slots = sum(p.device.slots for p in self._places if not p.retired)
+            few = len(self._ready) + 1 < slots * first.task.most
+        if few:
+            self._all_here.wait(_GATHER)
+        with self._changed:
+            if worker.abandoned:
+                return None
+            # Not all that is ready, so that the other slots have some too.
+            most = min(first.task.most, -(-(len(self._ready) + 1) // slots))
+            self._ready.take_like(worker.tickets, most, lambda ticket: self._fits(ticket, place))
+            self._changed.notify_all()
+            return list(worker.tickets)
 
     def _suits(self, ticket: Ticket[K, T], place: _Place[K, T]) -> bool:
         return place.is_cpu or not ticket.cpu_only

@@ -143,7 +143,7 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
     elif len(shape) == 2:
         if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
             name = name._replace(block_type="other")
-        yield from _linear(tensor, name, name.longname, context)
+        yield from _linear(tensor, name, name.longname, _cut(name.longname, shape, context), context)
     elif eligible.is_conv(tensor, context.hints.get(tensor.name)):
         yield _conv(tensor, name._replace(block_type="conv"), context)
     else:
@@ -152,19 +152,30 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
 
 def _experts(stack: TensorRef, name: Name, count: int, context: Context) -> Iterator[MatrixRef | Skip]:
     size = stack.nbytes // count
+    cut = _cut(name.longname, stack.shape[1:], context)
     for i in range(count):
         start = stack.start + i * size
         expert = replace(stack, shape=stack.shape[1:], start=start, end=start + size)
         numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
-        yield from _linear(expert, numbered, name.longname, context, whole=False)
+        yield from _linear(expert, numbered, name.longname, cut, context, whole=False)
+
+
+def _cut(stored_name: str, shape: tuple[int, ...], context: Context) -> tuple[Layout, list[Piece]]:
+    """The layout of a 2-D tensor, or of each of a stack."""
+    return find_layout(stored_name, (shape[0], shape[1]), context.config, context.table, context.options.split)
 
 
 def _linear(
-    tensor: TensorRef, name: Name, stored_name: str, context: Context, *, whole: bool = True
+    tensor: TensorRef,
+    name: Name,
+    stored_name: str,
+    cut: tuple[Layout, list[Piece]],
+    context: Context,
+    *,
+    whole: bool = True,
 ) -> Iterator[MatrixRef | Skip]:
     """The matrices of a 2-D tensor; `stored_name` is the longname that layouts know it by."""
-    shape = (tensor.shape[0], tensor.shape[1])
-    row, pieces = find_layout(stored_name, shape, context.config, context.table, context.options.split)
+    row, pieces = cut
     for piece in pieces:
         kind = piece.block_type if piece.suffix and name.block_type != "expert" else name.block_type
         matrix = MatrixRef(

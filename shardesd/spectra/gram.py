@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
+
+_COLUMNS = 1024
+"""Of a Gram that are multiplied at once on a GPU: fewer of the upper triangle's products, in products still large."""
+
+_Member = tuple[int, int, "torch.dtype", "tuple[int, int]"]
+"""Of a pack: its number, where it begins, how its elements are stored, (M, N)."""
 
 _local = threading.local()
 
@@ -39,7 +46,7 @@ def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndar
 
 
 def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
-    """G of the matrix times 2**-exponent, into `gram` (n, n) on its device, in its precision.
+    """G of the matrix times 2**-exponent, into `gram` (n, n) on its device, in its precision: its lower triangle.
 
     The bytes travel as they are stored, through pinned memory, while the block before them is worked on; they are
     widened on the device. A float32 Gram is summed up in float64, so that only the products of one block are rounded.
@@ -47,13 +54,12 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
     import torch
 
     M, N = matrix.shape
-    staging: _Staging = _local.__dict__.setdefault("staging", _Staging())
     total = gram if gram.dtype == torch.float64 else torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
     total.zero_()
     if N <= M:
-        blocks = staging.upload(matrix, gram.device)
+        blocks = _staging().upload(matrix, gram.device)
     else:
-        W_MN = torch.cat(list(staging.upload(matrix, gram.device)))
+        W_MN = torch.cat(list(_staging().upload(matrix, gram.device)))
         blocks = (W_MN[:, start:stop].mT for start, stop in _spans(N, M * gram.element_size(), 8 * BLOCK_BYTES))
     for block in blocks:
         wide = block.to(gram.dtype)
@@ -61,11 +67,37 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
             half = exponent // 2
             wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
         if total is gram:
-            gram.addmm_(wide.mT, wide)
+            _add_lower(gram, wide)
         else:
             total.add_(wide.mT @ wide)
     if total is not gram:
         gram.copy_(total)
+
+
+def grams_cuda(
+    opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
+    grams: torch.Tensor,
+    on_error: Callable[[int, Exception], None],
+) -> None:
+    """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n). What reading one raises goes to `on_error`.
+
+    Small ones travel and are multiplied together: launching work for each by itself takes longer than the work.
+    """
+    staging = _staging()
+    pack = staging.pack()
+    for at, open_ in enumerate(opened):
+        try:
+            with open_() as (matrix,):
+                if not pack.takes(matrix):
+                    pack.multiply(grams)
+                    pack = staging.pack()
+                if pack.takes(matrix):
+                    pack.add(at, matrix)
+                else:
+                    gram_cuda(matrix, grams[at])
+        except Exception as error:
+            on_error(at, error)
+    pack.multiply(grams)
 
 
 def largest_exponent(matrix: Matrix) -> int | None:
@@ -86,22 +118,99 @@ class _Staging:
 
         self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._next = 0
+
+    def buffer(self) -> torch.Tensor:
+        """The one that is free first, once it is."""
+        sent = self._sent[self._next]
+        if sent is not None:
+            sent.synchronize()
+        return self._buffers[self._next]
+
+    def send(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A copy on the device of what lies in `buffer()`, which may be asked for again."""
+        import torch
+
+        on_device = stored.to(device, non_blocking=True)
+        self._sent[self._next] = torch.cuda.current_stream(device).record_event()
+        self._next = 1 - self._next
+        return on_device
 
     def upload(self, matrix: Matrix, device: torch.device) -> Iterator[torch.Tensor]:
         """Blocks of rows on the device, as they are stored."""
+        M, N = matrix.shape
+        for start, stop in _spans(M, N * matrix.itemsize, BLOCK_BYTES):
+            yield self.send(matrix.rows(start, stop, self.buffer().numpy()), device)
+
+    def pack(self) -> _Pack:
+        return _Pack(self)
+
+
+class _Pack:
+    """Whole matrices, one behind the other in one pinned buffer."""
+
+    def __init__(self, staging: _Staging) -> None:
+        self._staging = staging
+        self._buffer: torch.Tensor | None = None
+        self._members: list[_Member] = []
+        self._end = 0
+
+    def takes(self, matrix: Matrix) -> bool:
+        M, N = matrix.shape
+        return self._end + M * N * matrix.itemsize <= BLOCK_BYTES and 2 * M * N * matrix.itemsize <= BLOCK_BYTES
+
+    def add(self, at: int, matrix: Matrix) -> None:
+        if self._buffer is None:
+            self._buffer = self._staging.buffer()
+        M, N = matrix.shape
+        place = self._buffer[self._end : self._end + M * N * matrix.itemsize]
+        rows = matrix.rows(0, M, place.numpy())
+        if rows.data_ptr() != place.data_ptr():
+            place.view(rows.dtype).view(M, N).copy_(rows)
+        self._members.append((at, self._end, rows.dtype, (M, N)))
+        self._end += -(-place.numel() // 16) * 16
+
+    def multiply(self, grams: torch.Tensor) -> None:
+        """Puts the Gram of each into its place of `grams`; the equal ones that stand together, together."""
         import torch
 
-        M, N = matrix.shape
-        for number, (start, stop) in enumerate(_spans(M, N * matrix.itemsize, BLOCK_BYTES)):
-            half = number % 2
-            sent = self._sent[half]
-            if sent is not None:
-                sent.synchronize()
-            rows = matrix.rows(start, stop, self._buffers[half].numpy())
-            on_device = rows.to(device, non_blocking=True)
-            with torch.cuda.device(device):
-                self._sent[half] = torch.cuda.current_stream().record_event()
-            yield on_device
+        if self._buffer is None:
+            return
+        stored = self._staging.send(self._buffer[: self._end], grams.device)
+        for run in _alike(self._members):
+            (first, start, dtype, (M, N)), count = run[0], len(run)
+            nbytes = M * N * dtype.itemsize
+            step = -(-nbytes // 16) * 16
+            flat = stored[start : start + (count - 1) * step + nbytes]
+            wide = torch.as_strided(flat.view(dtype), (count, M, N), (step // dtype.itemsize, N, 1)).to(grams.dtype)
+            short = wide if M < N else wide.mT
+            torch.bmm(short, short.mT, out=grams[first : first + count])
+
+
+def _alike(members: list[_Member]) -> Iterator[list[_Member]]:
+    """Runs of consecutive numbers of one dtype and shape."""
+    run: list[_Member] = []
+    for member in members:
+        if run and (member[0] != run[-1][0] + 1 or member[2:] != run[-1][2:]):
+            yield run
+            run = []
+        run.append(member)
+    yield run
+
+
+def _staging() -> _Staging:
+    """This thread's."""
+    staging: _Staging = _local.__dict__.setdefault("staging", None) or _Staging()
+    _local.staging = staging
+    return staging
+
+
+def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
+    """total += blockᵀ·block, the lower triangle, and what of the upper one a few products of columns cover."""
+    n = total_NN.shape[0]
+    step = max(_COLUMNS, -(-n // 8))
+    for start in range(0, n, step):
+        total_NN[start:, start : start + step].addmm_(block_KN[:, start:].mT, block_KN[:, start : start + step])
 
 
 def _blocks(matrix: Matrix, dtype: np.dtype[Any]) -> Iterator[tuple[Literal[0, 1], np.ndarray]]:

@@ -18,7 +18,7 @@ from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
-from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, largest_exponent
+from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 
 if TYPE_CHECKING:
@@ -81,26 +81,22 @@ def compute_many(
     errors: dict[int, Exception] = {}
     exponents = [0] * len(opened)
 
-    def fill(at: int, with_exponent: bool) -> None:
-        try:
-            with opened[at]() as (matrix,):
-                if with_exponent:
-                    exponents[at] = _refill(matrix, grams[at])
-                else:
-                    gram_cuda(matrix, grams[at])
-        except Exception as error:
-            if trouble(error) != "task":
-                raise
-            errors[at] = error
-            grams[at] = 0
+    def failed(at: int, error: Exception) -> None:
+        if trouble(error) != "task":
+            raise error
+        errors[at] = error
+        grams[at] = 0
 
-    for at in range(len(opened)):
-        fill(at, False)
+    grams_cuda(opened, grams, failed)
     # Looked at only now, so that the device never waits for the host between two matrices.
     traces = grams.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float64).tolist()
     for at, trace in enumerate(traces):
         if at not in errors and not _in_range(trace, width):
-            fill(at, True)
+            try:
+                with opened[at]() as (matrix,):
+                    exponents[at] = _refill(matrix, grams[at])
+            except Exception as error:
+                failed(at, error)
     eigs_BN = eigvalsh_many(grams)
     share = (time.perf_counter() - started) / len(opened)
     results: list[Spectrum | Exception] = []

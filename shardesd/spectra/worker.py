@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _first = threading.Lock()
 _loaded: list[str] = []
+_limits: list[ExitStack] = []
+"""Of each `blas_threads` that is entered."""
+_streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
+"""Of each device, with the thread that uses or used it."""
 
 
 def prepare_worker(device: str, threads: int) -> None:
@@ -18,21 +27,54 @@ def prepare_worker(device: str, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    if device != "cpu":
+    if device == "cpu":
+        with _first:
+            _limit_scipy(threads)
+    else:
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
             torch.cuda.set_device(device)
             if not _loaded:
                 torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
                 _loaded.append(device)
-        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            stream = _free_stream(device)
+        torch.cuda.set_stream(stream)
+
+
+def _free_stream(device: str) -> torch.cuda.Stream:
+    """One whose thread has ended, else a new one: torch keeps device memory for each stream that was ever used."""
+    import torch
+
+    known = _streams.setdefault(device, [])
+    for at, (thread, stream) in enumerate(known):
+        if not thread.is_alive():
+            known[at] = threading.current_thread(), stream
+            return stream
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    known.append((threading.current_thread(), stream))
+    return stream
+
+
+def _limit_scipy(threads: int) -> None:
+    """scipy brings a BLAS of its own, which takes long to load, only CPUs need, and can be limited only once loaded."""
+    from threadpoolctl import threadpool_limits
+
+    loaded = "scipy.linalg.cython_blas" in sys.modules
+    from scipy.linalg import cython_blas  # noqa: F401
+
+    if _limits and not loaded:
+        _limits[-1].enter_context(threadpool_limits(threads, user_api="blas"))
 
 
 @contextmanager
 def blas_threads(threads: int) -> Iterator[None]:
     """While it is entered, BLAS uses `threads` threads a call (a process-wide setting)."""
-    from scipy.linalg import cython_blas  # noqa: F401 (only what is loaded already can be limited)
     from threadpoolctl import threadpool_limits
 
-    with threadpool_limits(threads, user_api="blas"):
-        yield
+    with ExitStack() as stack:
+        stack.enter_context(threadpool_limits(threads, user_api="blas"))
+        _limits.append(stack)
+        try:
+            yield
+        finally:
+            _limits.remove(stack)
