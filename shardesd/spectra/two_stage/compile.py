@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,16 @@ class Launcher:
         shared: int = 0,
     ) -> None:
         """`grid` counts clusters where `cluster` is given."""
-        from cuda.core import LaunchConfig, launch
+        from cuda.core import launch
 
-        config = LaunchConfig(grid=grid, block=block, cluster=cluster or None, shmem_size=shared)
-        launch(self._stream, config, self._kernels[name], *args)
+        launch(self._stream, _config(grid, block, cluster, shared), self._kernels[name], *args)
+
+
+@lru_cache(maxsize=4096)  # a solve asks for the same ones again and again, and making one takes as long as launching
+def _config(grid: tuple[int, int], block: tuple[int, int], cluster: int, shared: int) -> Any:
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=block, cluster=cluster or None, shmem_size=shared)
 
 
 @cache
