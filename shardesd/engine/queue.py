@@ -12,12 +12,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
 from shardesd.engine.ready import Ready
-from shardesd.engine.threads import close_at_exit, start
+from shardesd.engine.threads import close_at_exit, quick_turns, start
 from shardesd.engine.work import DeviceState, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
@@ -78,11 +79,13 @@ class Engine:
         of `tasks` itself is raised here when the tasks before it are done. `on_state` is called now and then, from the
         caller's thread.
         """
-        run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
-        try:
-            yield from run.outcomes(on_state)
-        finally:
-            run.close()
+        on_gpus = any(device.name != "cpu" for device in self.devices)
+        with quick_turns() if on_gpus else nullcontext():
+            run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
+            try:
+                yield from run.outcomes(on_state)
+            finally:
+                run.close()
 
 
 @dataclass(slots=True, eq=False)

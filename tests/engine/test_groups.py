@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardesd.engine import Device, Engine, Outcome, Task
 
@@ -61,3 +62,59 @@ def test_the_slots_share_what_is_ready() -> None:
     two = Device("cuda:0", slots=2)
     _, batches = run(Engine((two,), budget=100), tasks(16, gate, group="n", most=64), gate)
     assert max(len(batch) for batch in batches) < 16
+
+
+def test_the_first_of_a_group_waits_for_those_that_are_about_to_come() -> None:
+    _, batches = run_all(Engine((GPU,), budget=100), [Task(key=i, run=fail, group="n", most=8) for i in range(24)])
+    assert [len(batch) for batch in batches] == [8, 8, 8]
+
+
+def test_a_group_does_not_wait_for_what_is_not_about_to_come() -> None:
+    came = threading.Event()
+
+    def slowly() -> Iterator[Task]:
+        yield from (Task(key=i, run=fail, group="n", most=8) for i in range(2))
+        assert came.wait(5), "the first two were not solved before the third came"
+        yield Task(key=2, run=lambda device: "alone", group="n", most=8)
+
+    found = {}
+    for outcome in Engine((GPU,), budget=100).map(slowly(), run_many=together):
+        found[outcome.key] = outcome
+        came.set()
+    assert sorted(found) == [0, 1, 2]
+
+
+def test_threads_take_turns_quickly_only_while_gpus_are_fed() -> None:
+    before = sys.getswitchinterval()
+    during: dict[str, float] = {}
+
+    def look(device: str) -> None:
+        during[device] = sys.getswitchinterval()
+
+    for device in (GPU, Device("cpu")):
+        engine = Engine((device,), budget=100)
+        open_still = engine.map(iter([Task(key=0, run=look), Task(key=1, run=look)]))
+        next(open_still)
+        list(engine.map(iter([Task(key=0, run=look)])))
+        open_still.close()
+        assert sys.getswitchinterval() == before
+    assert during["cuda:0"] < 1e-3
+    assert during["cpu"] == before
+
+
+def fail(device: str) -> None:
+    raise AssertionError("solved alone")
+
+
+def together(batch: Sequence[Task], device: str) -> list[Outcome]:
+    return [Outcome(key=task.key, device=device) for task in batch]
+
+
+def run_all(engine: Engine, work: list[Task]) -> tuple[list[Outcome], list[list[object]]]:
+    batches: list[list[object]] = []
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        batches.append([task.key for task in batch])
+        return together(batch, device)
+
+    return list(engine.map(iter(work), run_many=run_many)), batches
