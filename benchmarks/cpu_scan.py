@@ -58,7 +58,8 @@ print(len(weightwatcher.WeightWatcher(model=model).analyze()))
 SHARDESD = """
 import sys, tempfile, shardesd
 with tempfile.TemporaryDirectory() as out:
-    print(len(shardesd.scan(sys.argv[1], out=out, device="cpu", max_memory=int(sys.argv[2]) or None).layers))
+    result = shardesd.scan(sys.argv[1], out=out, device="cpu", cache=False, max_memory=int(sys.argv[2]) or None)
+    print(len(result.layers))
 """
 
 

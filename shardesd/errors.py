@@ -7,7 +7,8 @@ ShardesdError                 the message is one line a user can act on
 │   ├── NotFound              no such folder, repo, revision or file
 │   ├── AccessDenied          gated, private, or the token is missing or refused
 │   ├── Offline               the network is off or down and nothing is cached
-│   └── NoSpace               the disk is full
+│   ├── NoSpace               the disk is full
+│   └── NoRanges              a server sends whole files only
 ├── CheckpointError           the bytes are there and are not what they should be
 │   ├── NoWeights             no safetensors in the place that was named
 │   ├── MalformedHeader       a shard's header says what the format forbids
@@ -19,7 +20,7 @@ ShardesdError                 the message is one line a user can act on
 │   └── UnmatchedAdapter      an adapter tensor finds no base tensor, two, or one of another shape
 ├── MatrixError               one matrix can't be analysed; costs its own row only
 ├── ListError                 a list of models can't be read at all (what is wrong with one line costs that line only)
-└── ResultsError              the output folder can't be written, or holds another run's work
+└── ResultsError              the output folder, or the cache, can't be written, or holds another run's work
     └── Held                  another process is writing the same model's results at this moment
 ```
 
@@ -75,6 +76,10 @@ class Offline(SourceError):
 
 class NoSpace(SourceError):
     """The disk has no room for what must be written."""
+
+
+class NoRanges(SourceError):
+    """A server sends whole files only, where parts of one were asked for."""
 
 
 class CheckpointError(ShardesdError):

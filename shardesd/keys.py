@@ -32,6 +32,8 @@ class Analysed:
     row: Row
     eigs: np.ndarray | None
     nbytes: int
+    kept: bool = False
+    """Whether the λ were taken from those that are kept."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,9 @@ class OpenShard:
     """Tasks that are not done yet."""
     planned: bool = False
     kept: bool = False
-    """It holds tensors, or parts of some, that are looked at last."""
+    """It holds tensors, or parts of some, that are looked at last, and stays open for them."""
+    later: Shard | None = None
+    """What those tensors are read from instead, where its file is evicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class Key:
 
     item: MatrixRef | Skip | Count
     shard: str
+    kept: bool = False
+    """Its λ are here already: nothing is read and nothing solved."""
 
 
 def sides(item: MatrixRef | Skip) -> tuple[int, int]:

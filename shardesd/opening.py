@@ -9,8 +9,8 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
-from shardesd.checkpoint import Checkpoint, MinusCheckpoint, open_checkpoint, open_live, open_shard
-from shardesd.errors import OptionError
+from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_shard
+from shardesd.errors import NoRanges, OptionError
 from shardesd.options import ScanOptions
 from shardesd.records import ShardRef
 from shardesd.source import Source, open_source
@@ -181,8 +181,18 @@ def _stored(source: Source, options: ScanOptions) -> Checkpoint:
 def _complete(checkpoint: Any) -> Any:
     """With the headers of all shards known: adapters are matched before the first matrix is solved."""
     for shard in () if checkpoint.complete else checkpoint.shards:
-        checkpoint.open(shard, checkpoint.source.path(shard.name)).close()
+        path = checkpoint.source.local(shard.name)
+        opened = None if path else _peeked(checkpoint, shard)
+        (opened or checkpoint.open(shard, path or checkpoint.source.path(shard.name))).close()
     return checkpoint
+
+
+def _peeked(checkpoint: Checkpoint, shard: ShardRef) -> Shard | None:
+    """A shard by its header alone, where its server gives it so."""
+    try:
+        return checkpoint.peek(shard)
+    except NoRanges:
+        return None
 
 
 def _no_delta(options: ScanOptions, model_id: str) -> None:

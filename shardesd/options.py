@@ -18,6 +18,7 @@ from shardesd.errors import OptionError
 FIX_FINGERS = ("xmin_mid", "xmin_peak", "DKS")
 SOLVERS = ("auto", "gram", "svd")
 PRECISIONS = ("auto", "float32", "float64")
+FETCHES = ("auto", "shards", "ranges")
 IO_METHODS = ("auto", "mmap", "pread")
 FORMATS = ("csv", "parquet", "jsonl")
 MOST_BINS = 1_000_000
@@ -80,6 +81,19 @@ class ScanOptions:
     """Read PyTorch's pickled files (``.bin``, ``.pt``) where there is no safetensors: tensors, nothing else."""
     io: str = "auto"
     """How local bytes are read: ``mmap``, ``pread``, or ``auto`` (pread, which is faster)."""
+    fetch: str = "auto"
+    """How weights come from the Hub: ``shards`` (whole, into its cache), ``ranges`` (only the tensors that are needed,
+    into memory), or ``auto``: shards where most of their bytes are needed and the disk has room."""
+    evict: bool = False
+    """Remove shards that this scan has downloaded from the Hub cache once they are analysed."""
+    max_disk: int | None = None
+    """Bytes that the shards which this scan downloads may take on the disk at once; None: what is free."""
+    cache: bool = True
+    """Keep every λ by its content, and take those that are kept instead of computing them."""
+    cache_dir: str | None = None
+    """Where they are kept; None: shardesd's folder among the user's caches."""
+    max_cache: int = 10 * 10**9
+    """Bytes that they may take; what was used least recently goes first."""
 
     def __post_init__(self) -> None:
         _choice("fix-fingers", self.fix_fingers, FIX_FINGERS)
@@ -87,6 +101,7 @@ class ScanOptions:
         _choice("precision", self.precision, PRECISIONS)
         _choice("io", self.io, IO_METHODS)
         _choice("split", self.split, SPLITS)
+        _choice("fetch", self.fetch, FETCHES)
         set_ = partial(object.__setattr__, self)
         set_("device", str(self.device))
         set_("layout", _path("layout", self.layout))
@@ -94,7 +109,10 @@ class ScanOptions:
             raise OptionError(
                 f"--device '{self.device}' is invalid (expected auto, cpu, cuda, or a list such as cuda:0,cuda:2)"
             )
-        for name in ("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle", "per_head", "stats"):
+        for name in (
+            *("filter_zeros", "embeddings", "delta", "round_to_base_dtype", "allow_pickle", "per_head", "stats"),
+            *("evict", "cache"),
+        ):
             _yes_or_no(name, getattr(self, name))
         set_("evals_thresh", float(_at_least("evals-thresh", self.evals_thresh, 0)))
         set_("bins", _whole("bins", self.bins, 1, MOST_BINS))
@@ -106,6 +124,14 @@ class ScanOptions:
             set_("max_memory", parse_size(self.max_memory))
         if self.max_memory is not None:
             set_("max_memory", int(_at_least("max-memory", self.max_memory, 1)))
+        for name in ("max_disk", "max_cache"):
+            if isinstance(getattr(self, name), str):
+                set_(name, parse_size(getattr(self, name)))
+        if self.max_disk is not None:
+            set_("max_disk", int(_at_least("max-disk", self.max_disk, 0)))
+        set_("max_cache", int(_at_least("max-cache", self.max_cache, 0)))
+        if self.cache_dir is not None:
+            set_("cache_dir", os.fspath(self.cache_dir))
         for name in ("include", "exclude"):
             set_(name, _globs(name, getattr(self, name)))
 
@@ -115,7 +141,19 @@ class ScanOptions:
         A layout file counts by its content. Raises `OptionError` where it can't be read.
         """
         kept = asdict(self)
-        for name in ("device", "max_memory", "gpu_memory_fraction", "io", "allow_pickle"):
+        for name in (
+            "device",
+            "max_memory",
+            "gpu_memory_fraction",
+            "io",
+            "allow_pickle",
+            "fetch",
+            "evict",
+            "max_disk",
+            "cache",
+            "cache_dir",
+            "max_cache",
+        ):
             del kept[name]
         kept["layout"] = _digest(self.layout) if self.layout else ""
         return kept
@@ -217,6 +255,14 @@ def parse_gpus(text: str | None) -> tuple[int, ...]:
             raise OptionError(f"--gpus '{text}' is invalid (expected numbers such as 0,2 or 0-3)")
         numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(dict.fromkeys(numbers))
+
+
+def parse_bytes(text: str) -> int:
+    """As `parse_size`, for a size that must be said."""
+    size = parse_size(text)
+    if size is None:
+        raise OptionError(f"size '{text}' is invalid here (expected something like 2GB or 512MiB)")
+    return size
 
 
 def parse_size(text: str) -> int | None:

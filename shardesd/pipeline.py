@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
-from shardesd import matrices, metrics, spectra, ties
-from shardesd.checkpoint import Checkpoint, Shard, ShardMatrix, StoredMatrix, element_word
+from shardesd import matrices, spectra, ties
+from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
+from shardesd.keep import Keep, Recall
 from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
     NEEDS,
     Event,
-    Matrix,
     MatrixRef,
     MatrixStarted,
     Row,
@@ -31,13 +28,13 @@ from shardesd.records import (
     ShardDone,
     ShardOpened,
     Skip,
-    Spectrum,
     TensorRef,
 )
+from shardesd.solver import Solved, Solver, factors
 from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
+from shardesd.wanted import Wanted
 
-_Work = tuple[Spectrum, dict[str, Any]]
 _Plan = list[MatrixRef | Skip]
 _Item = TypeVar("_Item", bound="MatrixRef | Skip")
 
@@ -56,6 +53,8 @@ class Pipeline:
     done: Collection[str] = ()
     emit: Callable[[Event], None] = lambda event: None
     stop: threading.Event = field(default_factory=threading.Event)
+    keep: Keep | None = None
+    """Where λ are kept by content; None: nowhere."""
     skipped: dict[str, Row] = field(default_factory=dict)
     """Longname → row of each tensor that was left out, once it has been seen."""
     numels: dict[str, int] = field(default_factory=dict)
@@ -67,6 +66,9 @@ class Pipeline:
     """`Checkpoint.ties` among the tensors that the globs leave."""
     _owners: dict[str, str] = field(default_factory=dict)
     """Longname → the tensor that holds it, of all seen so far."""
+    _recall: Recall = field(init=False)
+    _solver: Solver = field(init=False)
+    _wanted: Wanted = field(init=False)
     _open: dict[str, OpenShard] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _exact: int = 0  # matrices of the shards opened so far
@@ -80,6 +82,11 @@ class Pipeline:
     def __post_init__(self) -> None:
         self._learn()
         self._ties = ties.among_left(self.checkpoint, self._context)
+        self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
+        self._solver = Solver(self.options, self._recall, self.engine.budget, self._counting)
+        self._wanted = Wanted(
+            self.checkpoint, self.options, self._plan, matrices.may_be_tied, self._recall, self.done, self.emit
+        )
 
     def total(self) -> tuple[int | None, bool]:
         """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
@@ -121,10 +128,12 @@ class Pipeline:
         have been given by then.
         """
         shards = self.checkpoint.shards
-        with Fetcher(self.checkpoint.source, shards, self.emit) as fetcher:
+        wanted = self._wanted
+        wanted.begin()
+        with Fetcher(self.checkpoint.source, shards, self.emit, wanted.whole) as fetcher:
             outcomes = self.engine.map(
                 self._tasks(fetcher),
-                run_many=self._analyse_many,
+                run_many=self._solve_many,
                 on_start=self._started,
                 on_state=lambda state: self.emit(engine_report(state)),
                 stop=self.stop,
@@ -137,7 +146,7 @@ class Pipeline:
                     else:
                         analysed = self._analysed(outcome.key.item, outcome)
                         yield analysed
-                        self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes))
+                        self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes, kept=analysed.kept))
                     self._left(outcome.key.shard, fetcher)
             finally:
                 outcomes.close()
@@ -145,12 +154,13 @@ class Pipeline:
                     self._closed = True
                     for state in self._open.values():
                         state.shard.close()
+                wanted.close()
 
-    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, _Work]]:
+    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, Solved]]:
         last: list[tuple[TensorRef, Shard]] = []
         seen: set[str] = set()
         for number, (ref, path) in enumerate(fetcher, start=1):
-            shard = self.checkpoint.open(ref, path)
+            shard = self._wanted.take(ref) if path is None else self.checkpoint.open(ref, path)
             with self._lock:
                 if self._closed:  # while the header was read
                     shard.close()
@@ -173,8 +183,7 @@ class Pipeline:
             self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
             for tensor in shard.tensors:
                 if matrices.may_be_tied(tensor.name):
-                    state.kept = True
-                    last.append((tensor, shard))
+                    last.append((tensor, self._for_later(state)))
                 else:
                     yield from self._planned(tensor, plans.pop(tensor.name), shard)
             state.planned = True
@@ -191,6 +200,8 @@ class Pipeline:
         for tensor, shard in last:
             twin = ties.twin(tensor, shard, left) if (tensor, shard) in left else None
             if twin is None:
+                if isinstance(shard, RangedShard):
+                    self._wanted.want_last(shard, tensor)
                 yield from self._planned(tensor, self._plan(tensor), shard)
             else:
                 tie = self._owned(matrices.tied(tensor, twin))
@@ -200,6 +211,14 @@ class Pipeline:
     @staticmethod
     def _count(plan: _Plan) -> int:
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in plan)
+
+    def _for_later(self, state: OpenShard) -> Shard:
+        """What a tensor of an open shard is read from when all shards have been seen."""
+        if not state.later and self._wanted.goes(state.shard.ref) and state.number < len(self.checkpoint.shards):
+            # An open file takes its room on the disk, deleted or not.
+            state.later = self.checkpoint.peek(state.shard.ref)
+        state.kept |= state.later is None
+        return state.later or state.shard
 
     def _plan(self, tensor: TensorRef) -> _Plan:
         if tensor.name in self._ties:
@@ -215,7 +234,7 @@ class Pipeline:
             longname = f"{item.longname}#{number}"
         return item if longname == item.longname else replace(item, longname=longname)
 
-    def _planned(self, tensor: TensorRef, plan: list[MatrixRef | Skip], shard: Shard) -> Iterator[Task[Key, _Work]]:
+    def _planned(self, tensor: TensorRef, plan: _Plan, shard: Shard) -> Iterator[Task[Key, Solved]]:
         items = [self._owned(item) for item in plan]
         yield from self._counts(tensor, items, shard)
         for item in items:
@@ -228,7 +247,9 @@ class Pipeline:
                 self._open[shard.ref.name].left += 1
             yield self._task(item, shard)
 
-    def _counts(self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], shard: Shard) -> Iterator[Task[Key, _Work]]:
+    def _counts(
+        self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], shard: Shard
+    ) -> Iterator[Task[Key, Solved]]:
         """Tasks that read, for the statistics, what no matrix of `items` reads."""
         if not self.options.stats:
             return
@@ -238,7 +259,7 @@ class Pipeline:
             if isinstance(item, MatrixRef)
             and item.longname not in self.done
             and self._fits(item, shard)
-            and not (self.options.delta and self._factors(item, shard))
+            and not (self.options.delta and factors(item, shard))
         }
         counted, alone = self.statistics.expect(tensor, items, read, in_pieces=not self.options.delta)
         self._counted |= counted
@@ -256,9 +277,13 @@ class Pipeline:
     def _count_alone(self, part: TensorRef, shard: Shard, device: str) -> Any:
         self.statistics.read(part, shard)
 
+    def _counting(self, item: MatrixRef, shard: Shard) -> Shard:
+        """`shard`, counting for the statistics what is read of `item` in order, where that is asked for."""
+        return self.statistics.counting(shard, item.tensor) if item.longname in self._counted else shard
+
     def _host_bytes(self, item: MatrixRef, shard: Shard) -> int:
         work = spectra.work_bytes(item.M, item.N, solver=self.options.solver, precision=self.options.precision)
-        if self._by_blocks(item, shard):
+        if self._solver.by_blocks(item, shard):
             return work
         # Parts of several groups are copied together.
         copied = item.numel * item.tensor.nbytes // max(1, item.tensor.numel) if item.pick else 0
@@ -267,14 +292,13 @@ class Pipeline:
     def _fits(self, item: MatrixRef, shard: Shard) -> bool:
         return self.options.max_memory is None or self._host_bytes(item, shard) <= self.engine.budget
 
-    @staticmethod
-    def _factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
-        return shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
-
-    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, _Work]:
+    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, Solved]:
         key = Key(item, shard.ref.name)
         if isinstance(item, Skip):
             return Task(key=key, run=fail(item.reason))
+        known = self._recall.unread(item, shard)
+        if known is not None:
+            return Task(key=replace(key, kept=True), run=lambda device: self._solver.measured(item, known, kept=True))
         options, M, N = self.options, item.M, item.N
         host = self._host_bytes(item, shard)
         if not self._fits(item, shard):
@@ -284,7 +308,7 @@ class Pipeline:
         flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
         return Task(
             key=key,
-            run=lambda device: self._analyse(item, shard, device),
+            run=lambda device: self._solver.solve(item, shard, device),
             host_bytes=host,
             device_bytes=spectra.device_bytes(M, N, 4, solver=options.solver),
             cost=flops,
@@ -294,71 +318,30 @@ class Pipeline:
             most=spectra.batch_size(n),
         )
 
-    def _by_blocks(self, item: MatrixRef, shard: Shard, device: str = "cpu") -> bool:
-        """Whether it is read block by block: rows once; columns, which a CPU needs of a wide one, again and again."""
-        plain = item.fold is None and item.pick is None and item.slices == 1
-        if not plain or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
-            return False
-        return item.M >= item.N or device != "cpu" or item.tensor.nbytes > self.engine.budget // 8
-
-    @contextmanager
-    def _matrices(self, item: MatrixRef, shard: Shard, device: str) -> Iterator[Sequence[Matrix]]:
-        by_blocks = self._by_blocks(item, shard, device)
-        if item.longname in self._counted:
-            shard = self.statistics.counting(shard, item.tensor)
-        if by_blocks:
-            yield [ShardMatrix(shard, item.tensor)]
-        else:
-            with shard.read(item.tensor) as raw:
-                word = element_word(raw, item.tensor.dtype)
-                yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
-
-    def _analyse(self, item: MatrixRef, shard: Shard, device: str) -> _Work:
-        factors = self._factors(item, shard)
-        if factors is not None:
-            spectrum = spectra.compute_product(*factors)
-            return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
-        with self._matrices(item, shard, device) as parts:
-            spectrum = spectra.compute(parts, scale=item.scale, device=device, **self._how())
-        return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options)
-
-    def _analyse_many(self, tasks: Sequence[Task[Key, _Work]], device: str) -> list[Outcome[Key, _Work]]:
-        items = [task.key.item for task in tasks]
-        opened = [
-            partial(self._matrices, item, self._open[task.key.shard].shard, device)
-            for task, item in zip(tasks, items, strict=True)
-            if isinstance(item, MatrixRef)
+    def _solve_many(self, tasks: Sequence[Task[Key, Solved]], device: str) -> list[Outcome[Key, Solved]]:
+        keys = [task.key for task in tasks]
+        # Nothing but matrices has a group (`_task`).
+        pairs = [(key.item, self._open[key.shard].shard) for key in keys if isinstance(key.item, MatrixRef)]
+        found = self._solver.solve_many(pairs, device)
+        return [
+            Outcome(key=key, error=result, device=device)
+            if isinstance(result, Exception)
+            else Outcome(key=key, value=result, device=device, seconds=seconds)
+            for key, (result, seconds) in zip(keys, found, strict=True)
         ]
-        sizes = {min(item.M, item.N) for item in items if isinstance(item, MatrixRef)}
-        results = spectra.compute_many(opened, n=sizes.pop(), device=device, **self._how())
-        outcomes: list[Outcome[Key, _Work]] = []
-        for task, item, result in zip(tasks, items, results, strict=True):
-            if isinstance(result, Exception) or not isinstance(item, MatrixRef):
-                error = result if isinstance(result, Exception) else None
-                outcomes.append(Outcome(key=task.key, error=error, device=device))
-            else:
-                values = metrics.measure(result.eigs, N=item.N, options=self.options)
-                work = result, values
-                outcomes.append(Outcome(key=task.key, value=work, device=device, seconds=result.seconds))
-        return outcomes
-
-    def _how(self) -> dict[str, Any]:
-        options = self.options
-        resolve = options.evals_thresh if options.filter_zeros else 0.0
-        return {"solver": options.solver, "precision": options.precision, "resolve": resolve}
 
     def _started(self, key: Key, device: str) -> None:
-        if not isinstance(key.item, Count):
+        if not (isinstance(key.item, Count) or key.kept):
             self.emit(MatrixStarted(longname=key.item.longname, device=device))
 
-    def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, _Work]) -> Analysed:
+    def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, Solved]) -> Analysed:
         row = self._row(item)
         if outcome.value is None:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
             return Analysed(row=replace(row, status="failed", reason=reason_of(error)), eigs=None, nbytes=0)
-        spectrum, values = outcome.value
+        spectrum, values, kept = outcome.value
         row = replace(
             row,
             **values,
@@ -367,7 +350,8 @@ class Pipeline:
             device=spectrum.device,
             seconds=round(outcome.seconds, 6),
         )
-        return Analysed(row=row, eigs=spectrum.eigs, nbytes=item.tensor.stored_nbytes)
+        nbytes = 0 if outcome.key.kept else item.tensor.stored_nbytes
+        return Analysed(row=row, eigs=spectrum.eigs, nbytes=nbytes, kept=kept)
 
     def _row(self, item: MatrixRef | Skip) -> Row:
         M, N = sides(item)
@@ -396,5 +380,8 @@ class Pipeline:
             finished = state.planned and not state.left
         if finished and not state.kept:
             state.shard.close()
+            state.shard = state.later or state.shard
+        if finished:
+            self._wanted.evict(name)
         if finished and fetcher.done(name):
             self.emit(ShardDone(shard=name, number=state.number))

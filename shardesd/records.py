@@ -336,6 +336,8 @@ class RowDone:
     row: Row
     nbytes: int = 0
     """Bytes of weights that were read for it."""
+    kept: bool = False
+    """Its λ were not computed but taken from those that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

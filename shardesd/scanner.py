@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from shardesd import matrices, spectra
 from shardesd.engine import Device, Engine, available_memory, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
+from shardesd.keep import Keep
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
@@ -56,7 +57,7 @@ def scan(
     `base`. `minus` is a checkpoint to be subtracted. `lora_alpha` is α of LoRA weights without a config;
     `allow_residual_base` says that the base given is the one that an initialisation such as pissa has changed.
 
-    With `out`, tables are written there and an unfinished scan is continued; without it nothing is written. `changes`
+    With `out`, tables are written there and an unfinished scan is continued; without it no results are. `changes`
     are fields of `ScanOptions` (``fix_fingers="DKS"``). Once `stop` is set, the matrices in flight are finished and an
     incomplete result is given. `engine` carries the work in place of one made for this scan (`options.device` and
     `max_memory` are its matter then). Raises `ShardesdError`.
@@ -114,6 +115,11 @@ def make_engine(options: ScanOptions, devices: tuple[Device, ...], notice: Calla
     )
 
 
+def open_keep(options: ScanOptions, warn: Callable[[str], None] = lambda words: None) -> Keep:
+    """Where λ are kept by content, as `options` have it."""
+    return Keep(options.cache_dir, options.max_cache, warn)
+
+
 def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOptions:
     if options is not None and not isinstance(options, ScanOptions):
         raise OptionError(f"options={options!r} is invalid (expected ScanOptions)")
@@ -160,6 +166,7 @@ class _Scan:
         self._files: tuple[Path, ...] = ()
         self._nbytes = 0
         self._resumed = 0
+        self._kept = 0
 
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
@@ -191,6 +198,7 @@ class _Scan:
                 emit=self._emit,
                 stop=self._stop,
                 skipped=self._skipped,
+                keep=open_keep(self._options, self._note) if self._options.cache else None,
             )
             self._announce(pipeline, [device.name for device in devices])
             with spectra.blas_threads(devices[0].threads if devices else cpu_device().threads):
@@ -198,6 +206,7 @@ class _Scan:
                     self._store.append(analysed.row, analysed.eigs)
                     counts[analysed.row.status] += 1
                     self._nbytes += analysed.nbytes
+                    self._kept += analysed.kept
                     yield analysed.row
             if not self._stop.is_set():
                 self._say_what_met_nothing(pipeline.longnames)
@@ -234,7 +243,10 @@ class _Scan:
             )
         )
         for note in (*self._opened.notes, *checkpoint.notes):
-            self._emit(Notice(message=note))
+            self._note(note)
+
+    def _note(self, message: str) -> None:
+        self._emit(Notice(message=message))
 
     def _say_what_met_nothing(self, longnames: Collection[str]) -> None:
         for glob in self._options.include:
@@ -289,6 +301,7 @@ class _Scan:
             "skipped": _reasons(self._skipped.values()),
             "seconds": round(time.perf_counter() - self._started, 3),
             "rows_resumed": self._resumed,
+            "rows_kept": self._kept,
             "bytes_read": self._nbytes,
             "peak_memory_bytes": peak_memory(),
         }

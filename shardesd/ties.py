@@ -14,7 +14,8 @@ from shardesd import matrices
 from shardesd.checkpoint import Checkpoint, Shard
 from shardesd.records import TensorRef
 
-_COMPARED_BYTES = 16_000_000  # read at a time from each of two tensors that may be tied
+_COMPARED_BYTES = 16_000_000  # read at a time from each of two tensors that may be tied …
+_FIRST_COMPARED_BYTES = 4096  # … and at first: those that differ do so at once, and may have to be fetched
 
 
 def among_left(checkpoint: Checkpoint, context: matrices.Context) -> dict[str, str]:
@@ -54,8 +55,9 @@ def twin(tensor: TensorRef, shard: Shard, among: Iterable[tuple[TensorRef, Shard
 
 
 def _equal(a: TensorRef, a_shard: Shard, b: TensorRef, b_shard: Shard) -> bool:
-    for start in range(0, a.nbytes, _COMPARED_BYTES):
-        size = min(_COMPARED_BYTES, a.nbytes - start)
+    start, size = 0, _FIRST_COMPARED_BYTES
+    while start < a.nbytes:
+        size = min(size, a.nbytes - start)
         parts = (
             replace(tensor, dtype="U8", shape=(size,), start=tensor.start + start, end=tensor.start + start + size)
             for tensor in (a, b)
@@ -63,4 +65,5 @@ def _equal(a: TensorRef, a_shard: Shard, b: TensorRef, b_shard: Shard) -> bool:
         with a_shard.read(next(parts)) as x, b_shard.read(next(parts)) as y:
             if not np.array_equal(x, y):
                 return False
+        start, size = start + size, min(4 * size, _COMPARED_BYTES)
     return True

@@ -11,6 +11,12 @@ os.environ.update(HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_DISABLE_TELEMETRY="1"
 os.environ.pop("HF_TOKEN", None)
 
 
+@pytest.fixture(autouse=True)
+def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test sees λ that another one, or the user, has kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("user-cache")))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any("gpu" in item.keywords for item in items):
         import torch

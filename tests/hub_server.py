@@ -47,6 +47,12 @@ class Fault:
     """Seconds before the answer."""
     drip: float = 0.0
     """Seconds between pieces of a tenth of the body."""
+    whole: bool = False
+    """Ignore a Range: answer 200 with all of the body."""
+    etag: str = ""
+    """Claim this ETag."""
+    shift: int = 0
+    """Send another range than was asked for, so many bytes on."""
     hold: threading.Event | None = None
     """Wait for it before the answer."""
 
@@ -316,10 +322,14 @@ def _handler(hub: HubServer) -> type[BaseHTTPRequestHandler]:
 
         def _body(self, data: bytes, etag: str, about: dict[str, str]) -> None:
             about = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes"} | about
+            if self._fault.etag:
+                about["ETag"] = f'"{self._fault.etag}"'
             wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-            if not wanted:
+            if not wanted or self._fault.whole:
                 return self._answer(200, data, about)
-            start, end = int(wanted[1]), min(int(wanted[2] or len(data) - 1), len(data) - 1)
+            start, end = (
+                min(int(place or len(data) - 1) + self._fault.shift, len(data) - 1) for place in wanted.groups()
+            )
             if start > end:
                 return self._refuse(416, headers={"Content-Range": f"bytes */{len(data)}"})
             about["Content-Range"] = f"bytes {start}-{end}/{len(data)}"

@@ -7,6 +7,8 @@ tensor's factors and its merged float32 form in memory.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -53,6 +55,7 @@ class MergedCheckpoint:
         self.adapters = tuple(adapters)
         self._round_to_base = round_to_base
         self._only_delta = only_delta
+        self._digested: list[str] | None = None
         stored = {tensor.name: tensor for tensor in base.tensors()}
         self.plan: MergePlan = plan_merge(adapters, stored, base.config, hints=base.hints)
         self._edits: dict[str, tuple[Edit, ...]] = dict(self.plan.edits)
@@ -114,13 +117,28 @@ class MergedCheckpoint:
         opened = self.base.open(shard, path)
         return MergedShard(opened, self._seen(shard.name, opened.tensors), self)
 
+    def peek(self, shard: ShardRef) -> MergedShard | None:
+        """See `Checkpoint.peek`."""
+        opened = self.base.peek(shard)
+        return None if opened is None else MergedShard(opened, self._seen(shard.name, opened.tensors), self)
+
+    def digest_of(self, tensor: TensorRef) -> str:
+        """A digest of all that makes a changed tensor of its base's bytes."""
+        what = [*self._digests(), tensor.name, tensor.shape, self._round_to_base, self._only_delta]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+
+    def _digests(self) -> list[str]:
+        if self._digested is None:
+            self._digested = [_digest(adapter) for adapter in self.adapters]
+        return self._digested
+
     def is_needed_later(self, shard: str) -> bool:
         """See `Checkpoint.is_needed_later`."""
         return self.base.is_needed_later(shard)
 
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`."""
-        return {"base": self.base.identity(), "adapters": [_digest(adapter) for adapter in self.adapters]}
+        return {"base": self.base.identity(), "adapters": self._digests()}
 
     def digests(self) -> dict[str, dict[str, Any]]:
         """See `Checkpoint.digests`; the adapters' files too."""
@@ -194,6 +212,16 @@ class MergedShard:
         return (
             base is not None and rows and tensor.name not in self._checkpoint.plan.shapes and self._base.in_blocks(base)
         )
+
+    def delta(self, tensor: TensorRef) -> str | None:
+        """See `Shard.delta`."""
+        base, edits = self._checkpoint._whole(tensor.name)
+        if base is None:
+            return None
+        below = self._base.delta(base)
+        if not edits or below is None:
+            return below
+        return self._checkpoint.digest_of(tensor)
 
     def factors(self, tensor: TensorRef) -> tuple[np.ndarray, np.ndarray] | None:
         """(left, right), float64, with ΔW = left @ right, where only ΔW is asked for and it has thin factors."""
@@ -278,8 +306,6 @@ def open_peft(model: torch.nn.Module, *, round_to_base: bool = False, only_delta
 def _digest(adapter: Adapter) -> str:
     if adapter.digest is not None:
         return adapter.digest
-    import hashlib
-
     digest = hashlib.sha256()
     for tensor in adapter.tensors:
         digest.update(tensor.name.encode())

@@ -10,12 +10,14 @@ from shardesd.checkpoint.interface import Checkpoint, Shard
 from shardesd.checkpoint.layout import adapter_file
 from shardesd.checkpoint.live import LiveCheckpoint, open_live
 from shardesd.checkpoint.minus import MinusCheckpoint
+from shardesd.checkpoint.ranged import RangedShard
 
 __all__ = [
     "SUPPORTED",
     "Checkpoint",
     "LiveCheckpoint",
     "MinusCheckpoint",
+    "RangedShard",
     "Shard",
     "ShardMatrix",
     "StoredCheckpoint",

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,13 @@ from shardesd.checkpoint.header import DTYPE_BITS, Header, read_header
 from shardesd.checkpoint.index import Index
 from shardesd.checkpoint.layout import PICKLED, SUFFIX, find_layout, left_out
 from shardesd.checkpoint.pickled import read_pickled
+from shardesd.checkpoint.ranged import RangedShard, read_remote, remote_header
 from shardesd.checkpoint.reader import Reader, unreadable
 from shardesd.errors import CheckpointError, NoWeights, ShardChanged
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
-    from shardesd.source import Source
+    from shardesd.source import Remote, Source
 
 
 _ANOTHER_FILE = "{} is another file than when the scan began: run again"
@@ -81,6 +82,10 @@ class StoredShard:
         """None: see `Shard.factors`."""
         return
 
+    def delta(self, tensor: TensorRef) -> str | None:
+        """See `Shard.delta`."""
+        return "" if tensor.encoding is None else None
+
     def close(self) -> None:
         """See `Shard.close`."""
         self._reader.close()
@@ -102,8 +107,10 @@ def open_shard(ref: ShardRef, path: Path, *, io: str = "auto") -> StoredShard:
 class _Known:
     header_sha256: str
     size: int
-    modified_ns: int
-    path: Path
+    modified_ns: int | None
+    """None for a file on a server."""
+    path: Path | None
+    """None while it is only there."""
 
 
 class StoredCheckpoint:
@@ -139,6 +146,7 @@ class StoredCheckpoint:
         self._modules = quantised.Modules(config)
         self._weights: dict[str, list[TensorRef]] = {}
         self._readers: WeakValueDictionary[str, Reader] = WeakValueDictionary()
+        self._remotes: dict[str, Remote] = {}
         self._lock = threading.Lock()
 
     @property
@@ -175,11 +183,24 @@ class StoredCheckpoint:
         """See `Checkpoint.open`."""
         reader, header = _open(shard, path, self._io, self._described)
         try:
-            tensors = self._learn(shard, header, reader)
+            with self._lock:
+                self._readers[shard.name] = reader
+                tensors = self._learn(shard, header, reader.modified_ns, reader.path)
             return StoredShard(shard, reader, header, tensors, self._read_part)
         except BaseException:
             reader.close()
             raise
+
+    def peek(self, shard: ShardRef) -> RangedShard | None:
+        """See `Checkpoint.peek`; safetensors only."""
+        remote = self.source.remote(shard.name) if shard.name.endswith(SUFFIX) else None
+        if remote is None:
+            return None
+        header = remote_header(shard, remote)
+        with self._lock:
+            self._remotes[shard.name] = remote
+            tensors = self._learn(shard, header, None, None)
+        return RangedShard(shard, remote, header, tensors, self._read_part)
 
     def close(self) -> None:
         """Nothing to let go of: shards are closed one by one."""
@@ -191,7 +212,9 @@ class StoredCheckpoint:
             return {"model_id": self.source.model_id, "commit": self.source.commit, "shards": names}
         # Not by the place that was named: a folder and its only file are the same weights.
         known = [self._known[name] for name in names if name in self._known]
-        files = {os.path.realpath(one.path): [one.size, one.modified_ns, one.header_sha256] for one in known}
+        files = {
+            os.path.realpath(one.path): [one.size, one.modified_ns, one.header_sha256] for one in known if one.path
+        }
         return {"shards": files}
 
     def digests(self) -> dict[str, dict[str, Any]]:
@@ -206,46 +229,57 @@ class StoredCheckpoint:
             }
         return digests
 
-    def _learn(self, shard: ShardRef, header: Header, reader: Reader) -> tuple[TensorRef, ...]:
-        with self._lock:
-            self._readers[shard.name] = reader
-            known = self._known.get(shard.name)
-            if known:
-                if (known.header_sha256, known.modified_ns) != (header.sha256, reader.modified_ns):
-                    raise ShardChanged(_ANOTHER_FILE.format(shard.name))
-                return tuple(self._weights.get(shard.name, ()))
-            tensors = self._index.select(shard.name, header.tensors) if self._index else header.tensors
-            for tensor in tensors:
-                home = self._homes.setdefault(tensor.name, shard.name)
-                if home != shard.name:
-                    raise CheckpointError(
-                        f"tensor '{tensor.name}' is in both {home} and {shard.name}: name one file, or move one away"
-                    )
-            elsewhere = len(header.tensors) - len(tensors)
-            if self._index and elsewhere:
-                self._notes.append(
-                    f"ignored {elsewhere} tensors of {shard.name} that {self._index.name} places elsewhere"
-                )
-            self._known[shard.name] = _Known(header.sha256, header.size, reader.modified_ns, reader.path)
-            self._described = header.config or self._described
-            self.config = self.config or self._described
-            promised = self._index.weight_map if self._index else None
-            found = self._modules.learn(
-                tensors, self._read_part, promised=promised, complete=self.complete, metadata=header.metadata
-            )
-            for tensor in found:
-                self._weights.setdefault(tensor.shard, []).append(tensor)
-            for name in {tensor.shard for tensor in found}:
-                self._weights[name].sort(key=_place)
+    def _learn(
+        self, shard: ShardRef, header: Header, modified_ns: int | None, path: Path | None
+    ) -> tuple[TensorRef, ...]:
+        """Under the lock: the tensors of a shard's header, now that it is known; no time or path if on a server."""
+        known = self._known.get(shard.name)
+        if known:
+            times = {known.modified_ns, modified_ns} - {None}
+            if known.header_sha256 != header.sha256 or len(times) > 1:
+                raise ShardChanged(_ANOTHER_FILE.format(shard.name))
+            if known.path is None:
+                self._known[shard.name] = replace(known, modified_ns=modified_ns, path=path)
             return tuple(self._weights.get(shard.name, ()))
+        tensors = self._index.select(shard.name, header.tensors) if self._index else header.tensors
+        for tensor in tensors:
+            home = self._homes.setdefault(tensor.name, shard.name)
+            if home != shard.name:
+                raise CheckpointError(
+                    f"tensor '{tensor.name}' is in both {home} and {shard.name}: name one file, or move one away"
+                )
+        elsewhere = len(header.tensors) - len(tensors)
+        if self._index and elsewhere:
+            self._notes.append(f"ignored {elsewhere} tensors of {shard.name} that {self._index.name} places elsewhere")
+        self._known[shard.name] = _Known(header.sha256, header.size, modified_ns, path)
+        self._described = header.config or self._described
+        self.config = self.config or self._described
+        promised = self._index.weight_map if self._index else None
+        found = self._modules.learn(
+            tensors, self._read_part, promised=promised, complete=self.complete, metadata=header.metadata
+        )
+        for tensor in found:
+            self._weights.setdefault(tensor.shard, []).append(tensor)
+        for name in {tensor.shard for tensor in found}:
+            self._weights[name].sort(key=_place)
+        return tuple(self._weights.get(shard.name, ()))
+
+    def _remote(self, shard: str) -> Remote:
+        remote = self._remotes.get(shard) or self.source.remote(shard)
+        if remote is None:
+            raise ShardChanged(f"{shard} is no longer there: run again")
+        return remote
 
     @contextmanager
     def _read_part(self, tensor: TensorRef) -> Iterator[np.ndarray]:
-        """Part of a quantised weight, from whichever shard: one that is open, or is opened for it once more."""
+        """Part of a quantised weight, from any shard: one that is open, is opened once more, or lies on a server."""
         known = self._known[tensor.shard]
         with ExitStack() as stack:
             reader = self._readers.get(tensor.shard)
             if reader is None or reader.closed:
+                if known.path is None or not known.path.exists():
+                    yield stack.enter_context(read_remote(self._remote(tensor.shard), tensor))
+                    return
                 reader = stack.enter_context(Reader(known.path, self._io))
                 if reader.modified_ns != known.modified_ns:
                     raise ShardChanged(_ANOTHER_FILE.format(tensor.shard))

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
@@ -73,16 +74,21 @@ def read_header(file: BinaryIO, shard: str) -> Header:
 
     Raises `MalformedHeader` naming the file, and the tensor where there is one. OSError passes through.
     """
-    where = str(file.name)
-    size = os.fstat(file.fileno()).st_size
-    file.seek(0)
-    head = file.read(8)
+
+    def read(start: int, count: int) -> bytes:
+        file.seek(start)
+        return file.read(count)
+
+    return parse_header(read, os.fstat(file.fileno()).st_size, shard, str(file.name))
+
+
+def parse_header(read: Callable[[int, int], bytes], size: int, shard: str, where: str) -> Header:
+    """As `read_header`, for a file of `size` bytes of which ``read(start, count)`` gives any; `where` names it."""
+    head = read(0, 8)
     if len(head) < 8:
         raise MalformedHeader(f"{where}: {size} bytes are too few for a safetensors file: download it again")
-    if head == b"version ":
-        if file.read(20).startswith(b"https://git-lfs"):
-            raise MalformedHeader(f"{where}: a Git LFS pointer instead of the file itself: run `git lfs pull`")
-        file.seek(8)
+    if head == b"version " and read(8, 20).startswith(b"https://git-lfs"):
+        raise MalformedHeader(f"{where}: a Git LFS pointer instead of the file itself: run `git lfs pull`")
     length = int.from_bytes(head, "little")
     if length > MAX_HEADER_BYTES:
         raise MalformedHeader(
@@ -90,7 +96,7 @@ def read_header(file: BinaryIO, shard: str) -> Header:
         )
     if 8 + length > size:
         raise MalformedHeader(f"{where}: the header's {length} bytes lead beyond the file's {size}: download it again")
-    raw = file.read(length)
+    raw = read(8, length)
     if len(raw) < length:
         raise MalformedHeader(f"{where}: the header ends after {len(raw)} of {length} bytes: download it again")
     entries = _parse(raw, where)

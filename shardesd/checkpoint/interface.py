@@ -65,6 +65,11 @@ class Shard(Protocol):
         """(left, right), float64, where the matrix is their product and was never multiplied out; else None."""
         ...
 
+    def delta(self, tensor: TensorRef) -> str | None:
+        """What is done to a tensor's stored bytes when it is read: empty for nothing, or a digest that differs where it
+        does (an adapter's). None where bytes elsewhere count too, so that nothing short of reading tells."""
+        ...
+
     def close(self) -> None:
         """Let go of the file; arrays in use stay valid."""
         ...
@@ -140,6 +145,13 @@ class Checkpoint(Protocol):
 
         Raises `MalformedHeader`, `MalformedIndex`, `ShardChanged` (its header is not what it was), `SourceError`, or
         `CheckpointError` (a tensor that another shard holds too).
+        """
+        ...
+
+    def peek(self, shard: ShardRef) -> Shard | None:
+        """A shard that lies on a server, opened by its header alone; None where there is no server to ask.
+
+        Raises as `open`, and `NoRanges` where the server sends whole files only.
         """
         ...
 

@@ -87,6 +87,22 @@ class LiveSource:
         """A path that stands for the pseudo-shard; there is no such file."""
         return Path(name) if name == _SHARD else None
 
+    def remote(self, name: str) -> None:
+        """There is no server."""
+
+    def cost(self, name: str) -> int:
+        """Nothing: there are no files."""
+        return 0
+
+    def free(self) -> None:
+        """Of no interest: nothing is downloaded."""
+
+    def evict(self, name: str) -> None:
+        """Nothing was downloaded."""
+
+    def remove_unfinished(self, name: str) -> None:
+        """Nothing was downloaded."""
+
     def path(self, name: str, progress: Progress | None = None) -> Path:
         """As `local`; raises `NotFound` for any other name."""
         if name != _SHARD:
@@ -127,6 +143,10 @@ class LiveShard:
         start = tensor.start - self._starts[tensor.name]
         data = _flat(value).view(torch.uint8)[start : start + tensor.nbytes].cpu().numpy()
         yield data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+
+    def delta(self, tensor: TensorRef) -> str:
+        """See `Shard.delta`."""
+        return ""
 
     def in_blocks(self, tensor: TensorRef) -> bool:
         """False: it is in memory already, and a part of it may cost a copy from a device."""
@@ -192,6 +212,9 @@ class LiveCheckpoint:
         live = LiveShard(shard, self._stored, self.values, self._header_sha256())
         live.tensors = self._tensors
         return live
+
+    def peek(self, shard: ShardRef) -> None:
+        """See `Checkpoint.peek`: there is no server."""
 
     def identity(self) -> dict[str, Any]:
         """See `Checkpoint.identity`: by a sample of the elements of every tensor, so that a training step shows."""

@@ -85,6 +85,9 @@ class MinusCheckpoint:
         """See `Checkpoint.open`."""
         return MinusShard(self.one.open(shard, path), self)
 
+    def peek(self, shard: ShardRef) -> None:
+        """See `Checkpoint.peek`: both checkpoints are read from files."""
+
     def is_needed_later(self, shard: str) -> bool:
         """See `Checkpoint.is_needed_later`."""
         return self.one.is_needed_later(shard)
@@ -144,6 +147,10 @@ class MinusShard:
     def in_blocks(self, tensor: TensorRef) -> bool:
         """See `Shard.in_blocks`."""
         return self._one.in_blocks(tensor)
+
+    def delta(self, tensor: TensorRef) -> str | None:
+        """See `Shard.delta`: two files tell."""
+        return None if tensor.dtype in _FLOATS else self._one.delta(tensor)
 
     def factors(self, tensor: TensorRef) -> None:
         """None: a difference of two full tensors has no thin factors."""

@@ -14,12 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from shardesd.cli.arguments import (
+    MAX_CACHE,
     AllowPickle,
+    Base,
     Bins,
+    CacheDir,
     Delta,
     Device,
     Embeddings,
+    Evict,
     Exclude,
+    Fetch,
     FilterZeros,
     FixFingers,
     Format,
@@ -29,13 +34,17 @@ from shardesd.cli.arguments import (
     Json,
     LayoutFile,
     MaxAspect,
+    MaxCache,
+    MaxDisk,
     MaxMemory,
+    NoCache,
     Out,
     Overwrite,
     PerHead,
     Precision,
     Quiet,
     Repo,
+    Revision,
     RoundToBase,
     ShowSkipped,
     Solver,
@@ -46,13 +55,16 @@ from shardesd.cli.arguments import (
     View,
 )
 from shardesd.cli.batch import batch
+from shardesd.cli.cache import cache
 from shardesd.cli.doctor import doctor
+from shardesd.cli.inspect import inspect
 from shardesd.cli.models import models
+from shardesd.cli.refit import refit
 from shardesd.cli.run import run
 from shardesd.cli.session import errors, interruptible
 from shardesd.cli.summarize import summarize
 from shardesd.errors import ResultsError
-from shardesd.options import OutputOptions, ScanOptions, parse_size
+from shardesd.options import OutputOptions, ScanOptions, parse_bytes, parse_size
 from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
 
@@ -105,11 +117,8 @@ def _root(
 @app.command()
 def scan(
     repo: Repo = None,
-    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub repo.")] = None,
-    base: Annotated[
-        str | None,
-        typer.Option("--base", metavar="REPO", help="Base of an adapter, in place of what its config names."),
-    ] = None,
+    revision: Revision = None,
+    base: Base = None,
     adapter: Annotated[
         list[str] | None, typer.Option("--adapter", metavar="REPO", help="Merge it first; repeatable, in order.")
     ] = None,
@@ -144,6 +153,12 @@ def scan(
     gpu_memory_fraction: GpuFraction = _SCAN.gpu_memory_fraction,
     allow_pickle: AllowPickle = _SCAN.allow_pickle,
     io: Io = _SCAN.io,
+    fetch: Fetch = _SCAN.fetch,
+    evict: Evict = _SCAN.evict,
+    max_disk: MaxDisk = "auto",
+    no_cache: NoCache = not _SCAN.cache,
+    cache_dir: CacheDir = _SCAN.cache_dir,
+    max_cache: MaxCache = MAX_CACHE,
     overwrite: Overwrite = _OUTPUT.overwrite,
     show_skipped: ShowSkipped = _OUTPUT.show_skipped,
     view: View = _OUTPUT.view,
@@ -175,6 +190,12 @@ def scan(
             gpu_memory_fraction=gpu_memory_fraction,
             allow_pickle=allow_pickle,
             io=io,
+            fetch=fetch,
+            evict=evict,
+            max_disk=parse_size(max_disk),
+            cache=not no_cache,
+            cache_dir=cache_dir,
+            max_cache=parse_bytes(max_cache),
         )
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped, view=view)
         what = {
@@ -209,11 +230,14 @@ def demo(
         _run({"model": minilm()}, ScanOptions(), output, json=json, quiet=quiet, verbose=verbose)
 
 
+app.command()(inspect)
+app.command()(refit)
 app.command()(batch)
 app.command()(run)
 app.command()(summarize)
 app.command()(doctor)
 app.add_typer(models, name="models")
+app.add_typer(cache, name="cache")
 
 
 def _run(

@@ -6,7 +6,21 @@ from typing import Annotated
 
 import typer
 
-from shardesd.options import FIX_FINGERS, FORMATS, IO_METHODS, LOG_LEVELS, PRECISIONS, SOLVERS, SPLITS, VIEWS
+from shardesd.options import (
+    FETCHES,
+    FIX_FINGERS,
+    FORMATS,
+    IO_METHODS,
+    LOG_LEVELS,
+    PRECISIONS,
+    SOLVERS,
+    SPLITS,
+    VIEWS,
+    ScanOptions,
+)
+
+MAX_CACHE = f"{ScanOptions().max_cache / 1e9:g}GB"
+"""The default of ``--max-cache``."""
 
 Repo = Annotated[
     str | None,
@@ -15,6 +29,10 @@ Repo = Annotated[
         show_default=False,
         help="A folder or file, org/name, org/name@revision or hf://org/name@revision; a model or an adapter.",
     ),
+]
+Revision = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub repo.")]
+Base = Annotated[
+    str | None, typer.Option("--base", metavar="REPO", help="Base of an adapter, in place of what its config names.")
 ]
 Out = Annotated[str, typer.Option("--out", metavar="DIR", help="Where tables go.")]
 Format = Annotated[str, typer.Option("--format", metavar="|".join(FORMATS), help="Of the tables.")]
@@ -62,6 +80,19 @@ AllowPickle = Annotated[
     bool, typer.Option("--allow-pickle", help="Read .bin and .pt files where there is no safetensors.")
 ]
 Io = Annotated[str, typer.Option("--io", metavar="|".join(IO_METHODS), help="How local files are read.")]
+Fetch = Annotated[
+    str, typer.Option("--fetch", metavar="|".join(FETCHES), help="Whole shards of a Hub repo, or ranges of them.")
+]
+Evict = Annotated[bool, typer.Option("--evict", help="Remove shards that this scan downloaded once they are analysed.")]
+MaxDisk = Annotated[
+    str, typer.Option("--max-disk", metavar="SIZE", help="Of the shards that a scan downloads: 20GB, auto.")
+]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Neither take eigenvalues from the cache nor put any there.")]
+CacheDir = Annotated[
+    str | None,
+    typer.Option("--cache-dir", metavar="DIR", help="Where they are kept; else in the user's cache folder."),
+]
+MaxCache = Annotated[str, typer.Option("--max-cache", metavar="SIZE", help="Of all that is kept: 10GB, 512MiB.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Compute again what is already there.")]
 ShowSkipped = Annotated[bool, typer.Option("--show-skipped", help="Put skipped tensors into the table too.")]
 Json = Annotated[bool, typer.Option("--json", help="JSON lines on stdout, a row each.")]

@@ -14,6 +14,7 @@ OUT/
 
 from __future__ import annotations
 
+from shardesd.results.again import StoredModel, stored_models
 from shardesd.results.digest import Digest, Spread, rebuild_summary
 from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
 from shardesd.results.load import Finished, find_finished, load_result
@@ -44,6 +45,7 @@ __all__ = [
     "ModelStore",
     "Result",
     "Spread",
+    "StoredModel",
     "StoredSpectra",
     "atomic",
     "edit_table",
@@ -57,6 +59,7 @@ __all__ = [
     "read_table",
     "rebuild_summary",
     "remove_leftovers",
+    "stored_models",
     "summarise",
     "text_table",
     "to_frame",

@@ -10,6 +10,7 @@ from shardesd.show.batch_display import batch_display
 from shardesd.show.batch_plain import plan_lines
 from shardesd.show.digest import digest_lines
 from shardesd.show.display import display
+from shardesd.show.inspection import inspection_lines
 from shardesd.show.layers import layers_view
 from shardesd.show.report import print_report, report, table
 
@@ -19,6 +20,7 @@ __all__ = [
     "batch_display",
     "digest_lines",
     "display",
+    "inspection_lines",
     "layers_view",
     "plan_lines",
     "print_report",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from shardesd.errors import SourceError
 from shardesd.records import ShardRef
+
+if TYPE_CHECKING:
+    from shardesd.source.remote import Remote
 
 Progress = Callable[[int, int | None], None]
 """Is told the bytes that are here and the bytes there will be (None where that is unknown)."""
@@ -43,6 +46,29 @@ class Source(Protocol):
 
     def local(self, name: str) -> Path | None:
         """Where the file lies already, without any network; None where it doesn't, or may not be read."""
+        ...
+
+    def remote(self, name: str) -> Remote | None:
+        """The file as it lies on its server, to be read by ranges; None where there is no server, or no such file."""
+        ...
+
+    def cost(self, name: str) -> int | None:
+        """Bytes that `path` would add to the disk; None where that is not known."""
+        ...
+
+    def free(self) -> int | None:
+        """Bytes that are free where `path` puts what it downloads; None where that is not known."""
+        ...
+
+    def evict(self, name: str) -> None:
+        """Remove a downloaded file again, and its content where nothing else in the cache uses it.
+
+        A file that isn't here is none to remove. Raises `SourceError` where nothing can be removed.
+        """
+        ...
+
+    def remove_unfinished(self, name: str) -> None:
+        """Remove what a download of the file that was killed has left of its content."""
         ...
 
     def path(self, name: str, progress: Progress | None = None) -> Path:

@@ -24,18 +24,21 @@ class _Unwanted(BaseException):
 class _Download:
     """One shard's download in a thread of its own, which never keeps the interpreter from exiting."""
 
-    def __init__(self, source: Source, shard: ShardRef, on_fetch: Callable[[Fetching], None]) -> None:
+    def __init__(
+        self, source: Source, shard: ShardRef, on_fetch: Callable[[Fetching], None], whole: Callable[[ShardRef], bool]
+    ) -> None:
         self._source = source
+        self._whole = whole
         self._shard = shard
         self._on_fetch = on_fetch
         self._unwanted = threading.Event()
         self.begun = threading.Event()
         """Set once the first bytes are here, or there will be none."""
-        self._path: Future[Path] = Future()
+        self._path: Future[Path | None] = Future()
         self._thread = threading.Thread(target=self._run, name=f"fetch {shard.name}", daemon=True)
         self._thread.start()
 
-    def result(self) -> Path:
+    def result(self) -> Path | None:
         return self._path.result()
 
     def stop(self) -> None:
@@ -44,7 +47,8 @@ class _Download:
 
     def _run(self) -> None:
         try:
-            self._path.set_result(self._source.path(self._shard.name, self._progress))
+            whole = self._whole(self._shard)
+            self._path.set_result(self._source.path(self._shard.name, self._progress) if whole else None)
         except _Unwanted:
             self._path.set_exception(RuntimeError(f"the download of {self._shard.name} was ended by closing"))
         except BaseException as error:
@@ -67,9 +71,19 @@ class Fetcher:
     the next one starts downloading when the one before it is handed out, and is held back until the one before that is
     done. What is local starts no download. A download's error is raised when its shard's turn comes. `on_fetch` is
     called from the downloading thread. Leaving the context ends what is under way.
+
+    `whole` is asked, in that thread, whether a shard is to be downloaded at all; where it says no, the shard is handed
+    out in its turn without a path, and counts as under way until it is done.
     """
 
-    def __init__(self, source: Source, shards: Sequence[ShardRef], on_fetch: Callable[[Fetching], None]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shards: Sequence[ShardRef],
+        on_fetch: Callable[[Fetching], None],
+        whole: Callable[[ShardRef], bool] = lambda shard: True,
+    ) -> None:
+        self._whole = whole
         self._source = source
         self._shards = tuple(shards)
         self._on_fetch = on_fetch
@@ -92,7 +106,7 @@ class Fetcher:
         for download in downloads:
             download.stop()
 
-    def __iter__(self) -> Iterator[tuple[ShardRef, Path]]:
+    def __iter__(self) -> Iterator[tuple[ShardRef, Path | None]]:
         for number, shard in enumerate(self._shards):
             path = self._source.local(shard.name)
             if path is None:
@@ -128,5 +142,5 @@ class Fetcher:
             return False
         shard = self._shards[self._handed]
         if shard.name not in self._downloads and self._source.local(shard.name) is None:
-            self._downloads[shard.name] = _Download(self._source, shard, self._on_fetch)
+            self._downloads[shard.name] = _Download(self._source, shard, self._on_fetch, self._whole)
         return True

@@ -9,7 +9,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardesd.source.base import Progress, belonging, checked_name, file_id
 from shardesd.source.faults import cache_folder, endpoint, fault_of, source_error
 from shardesd.source.local import LocalSource
 from shardesd.source.patience import Meter, hushed, patiently
+from shardesd.source.remote import Remote
 
 _log = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -131,6 +132,68 @@ class HubSource:
         self._remember_revision()
         return path
 
+    def remote(self, name: str) -> Remote | None:
+        """The file on the Hub; None where the network is off or the listing has no such file."""
+        from huggingface_hub import hf_hub_url
+
+        ref = self._refs.get(name)
+        if ref is None or self.partial:
+            return None
+        full = self._full(name)
+        return Remote(
+            hf_hub_url(self._repo_id, full, revision=self._commit),
+            what=f"'{full}' of '{self._repo_id}'",
+            size=ref.size,
+            sha256=ref.sha256,
+            explain=lambda fault: source_error(fault, repo_id=self._repo_id, revision=self.revision, file=full),
+        )
+
+    def cost(self, name: str) -> int | None:
+        """Bytes that a download would add to the Hub cache: none where another commit has brought the same content."""
+        ref = self._refs.get(name)
+        if ref is None or self.local(name) is not None:
+            return 0
+        blobs = (_repo_folder(self._repo_id) / "blobs", Path(cache_folder()) / "blobs")
+        return 0 if ref.sha256 and any((blob / ref.sha256).exists() for blob in blobs) else ref.size
+
+    def free(self) -> int | None:
+        """Bytes that are free on the Hub cache's disk."""
+        return _free_bytes(_repo_folder(self._repo_id))
+
+    def evict(self, name: str) -> None:
+        """Remove a file from the Hub cache by the cache's own functions; its content stays where others refer to it.
+
+        Raises `SourceError` where huggingface_hub can't do that (before 1.33), or the cache can't be written.
+        """
+        path = self.local(name)
+        held = scan_cache(self._repo_id)
+        if path is None:
+            return
+        try:
+            held.delete_files(
+                *(
+                    file
+                    for repo in held.repos
+                    if repo.repo_type == "model" and repo.repo_id == self._repo_id
+                    for revision in repo.revisions
+                    for file in revision.files
+                    if file.file_path == path
+                )
+            ).execute()
+        except OSError as error:
+            raise SourceError(f"'{path}' can't be removed: {error.strerror or error}") from error
+        if path.exists():
+            raise SourceError(f"'{path}' could not be removed from the Hub cache")
+
+    def remove_unfinished(self, name: str) -> None:
+        """Remove what killed downloads of a file's content have left in the Hub cache."""
+        ref = self._refs.get(name)
+        if ref is None or not ref.sha256:
+            return
+        for left in (_repo_folder(self._repo_id) / "blobs").glob(f"{ref.sha256}*.incomplete"):
+            with suppress(OSError):
+                left.unlink()
+
     def _not_cached(self, full: str) -> Offline:
         return Offline(
             f"'{full}' of '{self._repo_id}' is not in the Hub cache '{cache_folder()}' and the network is off; "
@@ -193,6 +256,21 @@ class HubSource:
             os.replace(fresh, ref)
         except OSError:
             return  # a cache that can only be read is used all the same
+
+
+def scan_cache(repo_id: str) -> Any:
+    """What huggingface_hub says that its cache holds; able to delete single files.
+
+    Raises `SourceError` where it isn't.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    held: Any = scan_cache_dir(cache_folder())
+    if not hasattr(held, "delete_files"):
+        raise SourceError(
+            f"--evict of '{repo_id}' needs huggingface_hub 1.33 or newer; upgrade it, or use --fetch ranges"
+        )
+    return held
 
 
 def _from_cache(address: HubAddress) -> HubSource | None:

@@ -75,6 +75,22 @@ class LocalSource:
         except SourceError:
             return None
 
+    def remote(self, name: str) -> None:
+        """There is no server."""
+
+    def cost(self, name: str) -> int:
+        """Nothing: the files are here."""
+        return 0
+
+    def free(self) -> None:
+        """Of no interest: nothing is downloaded."""
+
+    def evict(self, name: str) -> None:
+        """Nothing was downloaded."""
+
+    def remove_unfinished(self, name: str) -> None:
+        """Nothing was downloaded."""
+
     def path(self, name: str, progress: Progress | None = None) -> Path:
         """The file's path; nothing is ever downloaded.
 

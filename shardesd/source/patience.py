@@ -41,6 +41,8 @@ class Meter:
         self.done = 0
         self.furthest = 0
         self.last_new = time.monotonic()
+        self.quiet = QUIET_SECONDS
+        """Seconds without a new byte after which the next failure is the last."""
         self.attempt = 1
         """Number of the first attempt since the last new byte."""
         self._report = report
@@ -98,7 +100,7 @@ def _exhausted(state: RetryCallState, meter: Meter) -> bool:
     quiet = time.monotonic() - meter.last_new
     if fault.status == 429:
         return failures > LIMIT_ATTEMPTS or quiet > LIMIT_SECONDS or (fault.asked_wait or 0) > LONGEST_LIMIT_WAIT
-    return failures >= (CONNECT_ATTEMPTS if fault.kind == "connect" else ATTEMPTS) or quiet > QUIET_SECONDS
+    return failures >= (CONNECT_ATTEMPTS if fault.kind == "connect" else ATTEMPTS) or quiet > meter.quiet
 
 
 def _wait(state: RetryCallState) -> float:

@@ -1,17 +1,20 @@
 """Matrix → eigenvalues. Knows nothing of files, names or devices' queues."""
 
 from shardesd.spectra.eigen import batch_size, why_not_batched
-from shardesd.spectra.policy import trouble
-from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, work_bytes
+from shardesd.spectra.policy import Precision, choose_precision, trouble
+from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
 from shardesd.spectra.worker import blas_threads, prepare_worker
 
 __all__ = [
+    "Precision",
     "batch_size",
     "blas_threads",
+    "choose_precision",
     "compute",
     "compute_many",
     "compute_product",
     "device_bytes",
+    "drowned",
     "prepare_worker",
     "trouble",
     "why_not_batched",

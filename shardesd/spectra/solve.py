@@ -109,7 +109,7 @@ def compute_many(
                 raise MatrixError(_UNDERFLOW)
             if np.isnan(eigs).any() and solver == "gram":
                 raise MatrixError(_DIVERGED)
-            if np.isnan(eigs).any() or _drowned(eigs, solver, width, resolve):
+            if np.isnan(eigs).any() or drowned(eigs, solver, width, resolve):
                 with open_() as slices:
                     results.append(compute(slices, solver="svd", device="cpu"))
             else:
@@ -177,7 +177,7 @@ def _one(matrix: Matrix, solver: str, precision: Precision, device: str, resolve
         return _svd(matrix, "float64", "cpu"), "svd"
     del gram
     eigs = _scaled(np.maximum(eigs, 0.0), 2 * exponent)
-    if np.isnan(eigs).any() or _drowned(eigs, solver, precision, resolve):
+    if np.isnan(eigs).any() or drowned(eigs, solver, precision, resolve):
         return _svd(matrix, "float64", "cpu"), "svd"
     return eigs, "gram"
 
@@ -228,7 +228,7 @@ def _exponent(matrix: Matrix) -> int | None:
         raise MatrixError(f"NaN or Inf among its {matrix.shape[0]}×{matrix.shape[1]} elements") from None
 
 
-def _drowned(eigs: np.ndarray, solver: str, precision: Precision, resolve: float) -> bool:
+def drowned(eigs: np.ndarray, solver: str, precision: Precision, resolve: float) -> bool:
     """Whether λ that `resolve` tells from zero are hidden by the Gram's rounding, which an SVD doesn't have."""
     rounding = len(eigs) * np.finfo(np.float64).eps * eigs[-1]
     return bool(solver == "auto" and precision == "float64" and rounding > resolve > 0 and eigs[0] < rounding)

@@ -87,7 +87,7 @@ def test_shards_are_fetched_lazily(
             if left[first] == 0 and shard == first:
                 assert second in asked()
 
-    result = shardesd.scan("org/name", on_event=listen)
+    result = shardesd.scan("org/name", on_event=listen, fetch="shards", cache=False)
     assert result.layers.height == 18
     assert opened == sorted(rows)
     assert len(hub.paths("GET", "*.safetensors")) == 3
@@ -98,7 +98,7 @@ def test_a_paused_reader_holds_the_third_shard_back(
 ) -> None:
     hub.add("org/name", folder)
     use_hub(monkeypatch, hub, tmp_path / "home")
-    rows = shardesd.stream("org/name")
+    rows = shardesd.stream("org/name", fetch="shards", cache=False)
     first = next(rows)
     assert isinstance(first, Row)
     # Rows of shard 1 wait here to be taken: it isn't done, so shard 3 must not be asked for, however long it takes.

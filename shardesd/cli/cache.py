@@ -1,0 +1,56 @@
+"""`shardesd cache`: the eigenvalues that are kept by content."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from shardesd.cli.arguments import MAX_CACHE, CacheDir, MaxCache
+from shardesd.cli.session import errors
+from shardesd.options import ScanOptions, parse_bytes
+
+if TYPE_CHECKING:
+    from shardesd.keep import Keep
+
+cache = typer.Typer(
+    help="Eigenvalues that are kept by content, so that nothing is solved twice.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+_DIR = ScanOptions().cache_dir
+
+
+@cache.command()
+def info(cache_dir: CacheDir = _DIR) -> None:
+    """Say where it is and how much it holds."""
+    with errors(False):
+        held = _keep(cache_dir).contents()
+        typer.echo(f"{held.folder}: {held.entries:,} entries, {held.nbytes / 1e6:,.1f} MB")
+
+
+@cache.command()
+def clear(cache_dir: CacheDir = _DIR) -> None:
+    """Remove all that it holds."""
+    with errors(False):
+        _prune(cache_dir, 0)
+
+
+@cache.command()
+def prune(cache_dir: CacheDir = _DIR, max_cache: MaxCache = MAX_CACHE) -> None:
+    """Remove what was used least recently, until no more than --max-cache is left."""
+    with errors(False):
+        _prune(cache_dir, parse_bytes(max_cache))
+
+
+def _keep(cache_dir: str | None) -> Keep:
+    from shardesd.scanner import open_keep
+
+    return open_keep(ScanOptions(cache_dir=cache_dir))
+
+
+def _prune(cache_dir: str | None, limit: int) -> None:
+    keep = _keep(cache_dir)
+    removed = keep.prune(limit)
+    left = keep.contents()
+    typer.echo(f"removed {removed:,} entries, {left.entries:,} ({left.nbytes / 1e6:,.1f} MB) left in {left.folder}")

@@ -1,0 +1,93 @@
+"""Spectra in the folder, and which bytes of which files they were computed from."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from shardesd.errors import ResultsError
+from shardesd.keep.files import Contents, Files
+from shardesd.keep.keys import place_key
+from shardesd.records import Spectrum
+
+
+def default_folder() -> Path:
+    """shardesd's folder among the user's caches."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("shardesd", appauthor=False)
+
+
+class Keep:
+    """Spectra by key. A folder that can't be written costs a word to `warn`, once, and nothing else.
+
+    `folder` None is the user's own; `limit` bytes are the most that it takes.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str] | None, limit: int, warn: Callable[[str], None] = lambda words: None
+    ) -> None:
+        self._files = Files(Path(folder).expanduser() if folder is not None else default_folder(), limit)
+        self._warn = warn
+        self._writes = True
+        self._lock = threading.Lock()
+
+    def content(self, sha256: str | None, start: int, end: int, delta: str = "") -> str | None:
+        """The digest of what bytes `start`…`end` of the file with this sha256 become by `delta`, if it was ever taken.
+
+        `delta` is a digest of what an adapter does to them; empty where they are taken as they are.
+        """
+        found = self._files.get(place_key(sha256, start, end, delta)) if sha256 else None
+        return str(found[0]["content"]) if found else None
+
+    def remember(self, sha256: str | None, start: int, end: int, delta: str, content: str) -> None:
+        """Notes what `content` will answer; without a sha256 there is nothing to note it by."""
+        if sha256 and not self._files.has(key := place_key(sha256, start, end, delta)):
+            self._put(key, {"content": content})
+
+    def get(self, key: str) -> Spectrum | None:
+        """The spectrum that was put under `key` (`keys.spectrum_key`)."""
+        found = self._files.get(key)
+        if found is None:
+            return None
+        meta, data = found
+        return Spectrum(
+            eigs=np.frombuffer(data, dtype="<f8"),
+            solver=meta["solver"],
+            precision=meta["precision"],
+            device=meta["device"],
+            seconds=meta["seconds"],
+        )
+
+    def put(self, key: str, spectrum: Spectrum) -> None:
+        """Keeps a spectrum, in place of any other under this key."""
+        meta = {name: getattr(spectrum, name) for name in ("solver", "precision", "device", "seconds")}
+        self._put(key, meta, np.ascontiguousarray(spectrum.eigs, dtype="<f8").tobytes())
+
+    def contents(self) -> Contents:
+        """How much there is."""
+        return self._files.contents()
+
+    def prune(self, limit: int | None = None) -> int:
+        """Removes the least recently used entries beyond `limit` bytes; how many. Raises `ResultsError`."""
+        try:
+            return self._files.prune(limit)
+        except OSError as error:
+            folder = self._files.folder.parent
+            raise ResultsError(f"the cache {folder} can't be written: {error.strerror or error}") from error
+
+    def _put(self, key: str, meta: dict[str, object], data: bytes = b"") -> None:
+        if not self._writes:
+            return
+        try:
+            self._files.put(key, meta, data)
+        except OSError as error:
+            with self._lock:
+                said, self._writes = not self._writes, False
+            if not said:
+                folder = self._files.folder.parent
+                self._warn(f"spectra are not kept: {folder} can't be written ({error.strerror or error})")

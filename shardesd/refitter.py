@@ -1,0 +1,83 @@
+"""All tables of a results folder anew, from the λ that lie beside them: no weights, no eigensolves."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardesd import metrics
+from shardesd.errors import MatrixError, ResultsError, ShardesdError
+from shardesd.options import ScanOptions
+from shardesd.records import Row
+from shardesd.results import StoredModel, stored_models, update_summary
+
+FIT_OPTIONS = ("fix_fingers", "evals_thresh", "filter_zeros", "bins")
+"""The options that `refit` takes; all others stay as the scan had them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refitted:
+    """What became of one model."""
+
+    name: str
+    """The stem of its files."""
+    rows: int = 0
+    problem: str = ""
+    """Why its files are as they were; empty where all went well."""
+
+
+def refit(out: str | os.PathLike[str], options: ScanOptions, *, processes: int | None = None) -> Iterator[Refitted]:
+    """Every model under `out`, its table, provenance and summary row made anew with the fit options of `options`.
+
+    Models are shared out to `processes` (None: one a core), since fits are too small to profit from threads. Tables are
+    what a scan with these options would have written, to the last digit. Raises `ResultsError` where `out` holds no
+    results; one model's trouble is told in its `Refitted`.
+    """
+    folder = Path(out)
+    names = stored_models(folder)
+    if not names:
+        raise ResultsError(f"{folder} holds no models (expected a folder that `shardesd scan --out` wrote)")
+    changes = {name: getattr(options, name) for name in FIT_OPTIONS}
+    count = min(len(names), processes or os.cpu_count() or 1)
+    if count == 1:
+        for name in names:
+            yield _kept(folder, _refit_one(folder, name, changes))
+        return
+    # A fresh interpreter each: a fork of a process with threads (the caller's own, or BLAS's) may hang.
+    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
+        done = pool.map(_refit_one, *zip(*[(folder, name, changes) for name in names], strict=True))
+        for found in done:
+            yield _kept(folder, found)
+
+
+def _refit_one(folder: Path, name: str, changes: dict[str, Any]) -> tuple[Refitted, dict[str, Any] | None]:
+    try:
+        with StoredModel(folder, name) as model:
+            options = replace(ScanOptions(), **changes)
+            rows = [_measured(row, model, options) for row in model.rows]
+            return Refitted(name=name, rows=len(rows)), model.replace(rows, changes)
+    except ShardesdError as error:
+        return Refitted(name=name, problem=str(error)), None
+
+
+def _measured(row: Row, model: StoredModel, options: ScanOptions) -> Row:
+    """`row` with the metrics of its λ; one that has none (failed, or skipped) stays as it is."""
+    eigs = model.eigs(row.longname)
+    if eigs is None:
+        return row
+    try:
+        return replace(row, **metrics.measure(eigs, N=row.N, options=options))
+    except MatrixError as error:
+        raise ResultsError(f"{row.longname}: {error}; scan the model again") from error
+
+
+def _kept(folder: Path, found: tuple[Refitted, dict[str, Any] | None]) -> Refitted:
+    model, summary = found
+    if summary is not None:
+        update_summary(folder, summary)
+    return model

@@ -1,0 +1,156 @@
+"""One matrix of an open shard → its λ and metrics: taken from what is kept, or solved and kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from shardesd import matrices, metrics, spectra
+from shardesd.checkpoint import RangedShard, Shard, ShardMatrix, StoredMatrix, element_word
+from shardesd.errors import CheckpointError, MatrixError, SourceError
+from shardesd.keep import Recall, digest
+from shardesd.options import ScanOptions
+from shardesd.records import Matrix, MatrixRef, Spectrum
+
+Solved = tuple[Spectrum, dict[str, Any], bool]
+"""λ, the metric columns, and whether the λ are kept ones."""
+_PIECE_BYTES = 16_000_000  # read at a time where a tensor's elements are digested
+
+
+@dataclass(frozen=True, slots=True)
+class Solver:
+    """Solves with `options`, within `budget` bytes of memory. For any number of threads."""
+
+    options: ScanOptions
+    recall: Recall
+    budget: int
+    counting: Callable[[MatrixRef, Shard], Shard] = lambda item, shard: shard
+    """The shard to read a matrix from, once and in order, so that its elements are counted."""
+
+    def by_blocks(self, item: MatrixRef, shard: Shard, device: str = "cpu") -> bool:
+        """Whether it is read block by block: rows once; columns, which a CPU needs of a wide one, again and again."""
+        plain = item.fold is None and item.pick is None and item.slices == 1
+        if not plain or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
+            return False
+        return item.M >= item.N or device != "cpu" or item.tensor.nbytes > self.budget // 8
+
+    def solve(self, item: MatrixRef, shard: Shard, device: str) -> Solved:
+        """One matrix. Raises `MatrixError`, `CheckpointError` or `SourceError`, and what a device raises."""
+        contents: dict[str, str] = {}
+        pair = factors(item, shard)
+        if pair is not None:
+            contents[item.longname] = f"factors {digest(pair)}"
+            known = self.recall.get(contents[item.longname], item)
+            return self._finished(
+                item, shard, contents, known or spectra.compute_product(*pair), kept=known is not None
+            )
+        known = self._known(item, shard, contents)
+        if known is not None:
+            return self._finished(item, shard, contents, known, kept=True)
+        with self._matrices(item, shard, device, contents) as parts:
+            known = self.recall.get(contents.get(item.longname), item)
+            spectrum = known or spectra.compute(parts, scale=item.scale, device=device, **self._how())
+        return self._finished(item, shard, contents, spectrum, kept=known is not None)
+
+    def solve_many(
+        self, pairs: Sequence[tuple[MatrixRef, Shard]], device: str
+    ) -> list[tuple[Solved | Exception, float]]:
+        """Several matrices of one shorter side, solved together on a GPU: for each what came of it, and its seconds.
+
+        Raises what means trouble for all of them.
+        """
+        contents: dict[str, str] = {}
+        found: dict[int, tuple[Solved | Exception, float]] = {}
+        left: list[int] = []
+        for at, (item, shard) in enumerate(pairs):
+            started = time.perf_counter()
+            try:
+                known = self._known(item, shard, contents)
+                if known is None:
+                    left.append(at)
+                    continue
+                result: Solved | Exception = self._finished(item, shard, contents, known, kept=True)
+            except (CheckpointError, SourceError, MatrixError) as error:
+                result = error
+            found[at] = result, time.perf_counter() - started
+        if left:
+            opened = [partial(self._matrices, *pairs[at], device, contents) for at in left]
+            n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
+            for at, one in zip(left, spectra.compute_many(opened, n=n, device=device, **self._how()), strict=True):
+                if isinstance(one, Exception):
+                    found[at] = one, 0.0
+                else:
+                    found[at] = self._finished(*pairs[at], contents, one, kept=False), one.seconds
+        return [found[at] for at in range(len(pairs))]
+
+    def measured(self, item: MatrixRef, spectrum: Spectrum, *, kept: bool) -> Solved:
+        """λ with the metrics that `options` ask for."""
+        return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options), kept
+
+    def _known(self, item: MatrixRef, shard: Shard, contents: dict[str, str]) -> Spectrum | None:
+        """Kept λ of a matrix whose bytes cost little to read, the digest of which goes into `contents`.
+
+        They are read for the digest alone: the λ may then need no other reading. What comes over the network is read
+        once, and its λ looked for once it is here (`_matrices`).
+        """
+        if not self.recall.active or isinstance(shard, RangedShard):
+            return None
+        content = self.recall.content(item.tensor, shard) or digest(self._pieces(item, shard))
+        contents[item.longname] = content
+        return self.recall.get(content, item)
+
+    @contextmanager
+    def _matrices(
+        self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]
+    ) -> Iterator[Sequence[Matrix]]:
+        by_blocks = self.by_blocks(item, shard, device)
+        if item.longname not in contents:
+            shard = self.counting(item, shard)
+        if by_blocks:
+            yield [ShardMatrix(shard, item.tensor)]
+            return
+        with shard.read(item.tensor) as raw:
+            if self.recall.active and item.longname not in contents:
+                contents[item.longname] = digest([raw])
+            word = element_word(raw, item.tensor.dtype)
+            yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
+
+    def _pieces(self, item: MatrixRef, shard: Shard) -> Iterator[np.ndarray]:
+        """The elements of the matrix's tensor as they are when read, in order, each piece valid until the next."""
+        tensor, counting = item.tensor, self.counting(item, shard)
+        if not (tensor.nbytes and shard.in_blocks(tensor)):
+            with counting.read(tensor) as raw:
+                yield raw
+            return
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        step = max(1, _PIECE_BYTES // row_bytes)
+        for row in range(0, tensor.shape[0], step):
+            stop = min(row + step, tensor.shape[0])
+            start, end = tensor.start + row * row_bytes, tensor.start + stop * row_bytes
+            with counting.read(replace(tensor, shape=(stop - row, *tensor.shape[1:]), start=start, end=end)) as raw:
+                yield raw
+
+    def _finished(
+        self, item: MatrixRef, shard: Shard, contents: dict[str, str], spectrum: Spectrum, *, kept: bool
+    ) -> Solved:
+        if content := contents.get(item.longname):
+            self.recall.note(item.tensor, shard, content)
+            if not kept:
+                self.recall.put(content, item, spectrum)
+        return self.measured(item, spectrum, kept=kept)
+
+    def _how(self) -> dict[str, Any]:
+        options = self.options
+        resolve = options.evals_thresh if options.filter_zeros else 0.0
+        return {"solver": options.solver, "precision": options.precision, "resolve": resolve}
+
+
+def factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
+    """See `Shard.factors`; None for what is cut out of a tensor."""
+    return shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None

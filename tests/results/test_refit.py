@@ -1,0 +1,80 @@
+"""`refit`: what a scan with other fit options would have written, without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from checkpoints import cli, one_file, random_weights
+
+import shardesd
+from shardesd.errors import ResultsError
+from shardesd.options import ScanOptions
+from shardesd.refitter import refit
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    for k, format in enumerate(("csv", "parquet", "jsonl")):
+        folder = one_file(tmp_path / f"m{k}", random_weights(seed=k), name=f"m{k}.safetensors")
+        shardesd.scan(folder, out=tmp_path / "results", format=format, show_skipped=k == 1)
+    return tmp_path / "results"
+
+
+def without_seconds(layers: pl.DataFrame) -> pl.DataFrame:
+    return layers.drop("seconds")
+
+
+@pytest.mark.parametrize(
+    "options", [{"fix_fingers": "DKS"}, {"evals_thresh": 0.5, "fix_fingers": "xmin_peak", "bins": 20}]
+)
+def test_tables_are_those_of_a_scan_with_these_options(
+    results: Path, tmp_path: Path, options: dict[str, object]
+) -> None:
+    done = list(refit(results, ScanOptions(**options), processes=1))  # type: ignore[arg-type]
+    assert [(model.name, model.problem) for model in done] == [("m0", ""), ("m1", ""), ("m2", "")]
+    for k, format in enumerate(("csv", "parquet", "jsonl")):
+        events: list[object] = []
+        found = shardesd.scan(
+            tmp_path / f"m{k}", out=results, format=format, show_skipped=k == 1, on_event=events.append, **options
+        )
+        assert not [event for event in events if type(event).__name__ == "RowDone"], "it was not taken as done"
+        expected = shardesd.scan(
+            tmp_path / f"m{k}", out=tmp_path / "anew", format=format, show_skipped=k == 1, cache=False, **options
+        )
+        assert without_seconds(found.layers).equals(without_seconds(expected.layers))
+    drop = ["seconds"]
+    summary, anew = (
+        pl.read_csv(out / "summary.csv").drop(drop).sort("model_id") for out in (results, tmp_path / "anew")
+    )
+    assert summary.equals(anew)
+    assert not list((results / "partial").iterdir())
+
+
+def test_failed_rows_stay_and_a_broken_model_is_told(results: Path, tmp_path: Path) -> None:
+    tensors = random_weights(seed=9)
+    tensors["model.layers.0.self_attn.q_proj.weight"][:] = 0
+    shardesd.scan(one_file(tmp_path / "m9", tensors, name="m9.safetensors"), out=results)
+    (results / "spectra" / "m0.safetensors").write_bytes(b"torn")
+    run = results / "runs" / "m1.json"
+    run.write_text("{}")
+    before = (results / "models" / "m1.parquet").read_bytes()
+    found = cli("refit", results, "--fix-fingers", "DKS")
+    assert found.exit_code == 3
+    lines = dict(line.split(": ", 1) for line in found.stderr.strip().splitlines())
+    assert "m0.safetensors" in lines["m0"]
+    assert "m1.json" in lines["m1"]
+    assert lines["m2"] == lines["m9"] == "6 rows"
+    assert (results / "models" / "m1.parquet").read_bytes() == before
+    assert run.read_text() == "{}"
+    layers = pl.read_csv(results / "models" / "m9.csv")
+    assert layers["status"].to_list().count("failed") == 1
+    assert json.loads((results / "runs" / "m9.json").read_text())["options"]["fix_fingers"] == "DKS"
+
+
+def test_a_folder_without_models(tmp_path: Path) -> None:
+    with pytest.raises(ResultsError, match="holds no models"):
+        list(refit(tmp_path, ScanOptions()))
+    assert cli("refit", tmp_path / "nowhere").exit_code == 1

@@ -1,0 +1,182 @@
+"""`--evict` and `--max-disk`: the disk is never filled, and nothing of the user's is ever removed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import command, random_weights, sharded
+from hub_server import Fault, HubServer, use_hub
+
+import shardesd
+from shardesd.errors import NoSpace
+from shardesd.source import open_source
+
+hub_cache = pytest.importorskip("huggingface_hub.utils._cache_manager")
+pytestmark = pytest.mark.skipif(
+    not hasattr(hub_cache.HFCacheInfo, "delete_files"), reason="huggingface_hub before 1.33 deletes no single files"
+)
+SHARDS = "*.safetensors"
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Ten shards, the embedding in the first and an untied head in the last; in all of them most bytes are needed."""
+    tensors = random_weights(layers=20, size=64)
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:64]
+    tensors["lm_head.weight"] = np.random.default_rng(8).standard_normal((64, 64)).astype(np.float32)
+    return sharded(tmp_path / "weights", tensors, 10)
+
+
+def on_disk(cache: Path) -> set[str]:
+    """Contents of weights in a Hub cache, finished or not."""
+    found = set()
+    for blobs in cache.rglob("blobs"):
+        for path in blobs.iterdir():
+            try:
+                large = path.stat().st_size > 8_000
+            except OSError:
+                continue  # gone between listing and asking
+            if large or path.name.endswith(".incomplete"):
+                found.add(path.name[:64])
+    return found
+
+
+@contextmanager
+def watched(cache: Path, but: set[str] = frozenset()) -> Iterator[list[int]]:  # type: ignore[assignment]
+    """How many shards besides `but` were on the disk, at every moment of the block."""
+    counts: list[int] = [0]
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            counts.append(len(on_disk(cache) - but))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield counts
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("fetch", ["auto", "shards"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_never_more_than_two_and_what_was_there_stays(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetch: str, cached: bool
+) -> None:
+    cache = tmp_path / "hub-cache"
+    use_hub(monkeypatch, hub, cache)
+    hub.add("org/name", folder)
+    before = [open_source("org/name").path(f"model-{k:05}-of-00010.safetensors") for k in (1, 4, 10)]
+    theirs = on_disk(cache)
+    assert len(theirs) == 3
+    with watched(cache, theirs) as counts:
+        result = shardesd.scan("org/name", evict=True, fetch=fetch, cache=cached)
+    assert 1 <= max(counts) <= 2
+    assert on_disk(cache) == theirs
+    assert all(path.exists() for path in before)
+    local = shardesd.scan(folder, cache=False)
+    assert result.layers.height == 61
+    assert result.layers["alpha"].to_list() == local.layers["alpha"].to_list()
+    # Each of the seven was downloaded once.
+    wholes = [r.path for r in hub.requests("GET", SHARDS) if r.range is None]
+    assert len(wholes) == len(set(wholes)) == 10
+
+
+def test_without_evict_all_stay(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name")
+    assert len(on_disk(tmp_path / "hub-cache")) == 10
+
+
+def test_content_that_another_commit_uses_stays(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    old = open_source("org/name").path("model-00003-of-00010.safetensors")
+    (folder / "README.md").write_text("another commit")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name", evict=True)
+    assert old.read_bytes() == (folder / "model-00003-of-00010.safetensors").read_bytes()
+    assert len(on_disk(tmp_path / "hub-cache")) == 1
+
+
+@pytest.mark.parametrize("results", ["kept", "lost"])
+def test_killed_in_the_middle_and_run_again(hub: HubServer, folder: Path, tmp_path: Path, results: str) -> None:
+    home, out = tmp_path / "home", tmp_path / "results"
+    hub.add("org/name", folder)
+    env = hub.env(cache_home=home, HF_HUB_DISABLE_XET="1")
+    first = [
+        "from shardesd.source import open_source",
+        "open_source('org/name').path('model-00009-of-00010.safetensors')",
+    ]
+    subprocess.run([command()[0], "-c", "; ".join(first)], env=env, check=True)
+    theirs = on_disk(home)
+    assert len(theirs) == 1
+    arguments = command("scan", "org/name", "--out", out, "--evict", "--quiet", "--no-cache")
+    seed = random.Random(11)
+    with watched(home, theirs) as counts:
+        for number in (3, 5, 7):
+            hub.fail(f"*-{number:05}-of-*", Fault(), Fault(drip=0.05), method="GET")
+            scan = subprocess.Popen(arguments, env=env)
+            deadline = time.monotonic() + 40
+            while scan.poll() is None and time.monotonic() < deadline:
+                if any(r.range is None for r in hub.requests("GET", f"*-{number:05}-of-*")):
+                    break
+                time.sleep(0.005)
+            time.sleep(seed.random() * 0.3)
+            scan.send_signal(signal.SIGKILL)
+            scan.wait()
+            hub.mend()
+            hub.log.clear()
+            if results == "lost":
+                shutil.rmtree(out, ignore_errors=True)
+        done = subprocess.run(arguments, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert max(counts) <= 2
+    assert on_disk(home) == theirs
+    downloads = Path(os.environ["XDG_CACHE_HOME"], "shardesd", "downloads")
+    assert downloads.is_dir()
+    assert not list(downloads.rglob("*.json"))
+
+
+def test_a_limit_of_the_disk(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "hub-cache"
+    use_hub(monkeypatch, hub, cache)
+    hub.add("org/name", folder)
+    largest = max(path.stat().st_size for path in folder.glob(SHARDS))
+
+    def size() -> int:
+        return sum(path.stat().st_size for blobs in cache.rglob("blobs") for path in blobs.iterdir())
+
+    options: dict[str, Any] = {"cache": False, "max_disk": 3 * largest}
+    result = shardesd.scan("org/name", **options)
+    assert result.layers.height == 61
+    assert largest < size() <= 3.2 * largest
+    with pytest.raises(NoSpace, match="--max-disk"):
+        shardesd.scan("org/name", **options | {"fetch": "shards", "max_disk": largest // 2})
+    before = on_disk(cache)
+    assert shardesd.scan("org/name", evict=True, fetch="shards", **options).layers.height == 61
+    assert on_disk(cache) == before
