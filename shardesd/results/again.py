@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,12 @@ class StoredModel:
             if lacking:
                 raise ResultsError(f"{self._spectra_path} has no λ of {lacking[0]}; scan the model again")
         except BaseException:
-            self._lock.release()
+            self._release()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
+        self._release()
 
     def eigs(self, longname: str) -> np.ndarray | None:
         """The λ of a row, ascending; None where it has none."""
@@ -91,6 +92,11 @@ class StoredModel:
         with atomic(self._run_path) as file:
             file.write(json.dumps(run, indent=1, ensure_ascii=True, default=str).encode() + b"\n")
         return summarise(layers, str(run["model_id"]), run["revision"])
+
+    def _release(self) -> None:
+        self._lock.release()
+        with suppress(OSError):  # another process is at work there, or it can't be removed
+            self._lock.path.parent.rmdir()
 
     def _read_run(self) -> dict[str, Any]:
         try:

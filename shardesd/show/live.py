@@ -74,13 +74,13 @@ def _bars(view: View, width: int) -> list[Text]:
         )
     ]
     if fetched := view.fetched:
-        share = _ratio(fetched.done, fetched.total)
+        share = _ratio(view.fetched_bytes, view.needed_bytes)
         lines.append(
             _bar_line(
                 "download",
                 DASH if share is None else f"{100 * share:.0f} %",
                 share,
-                size_of(fetched.done, fetched.total),
+                size_of(view.fetched_bytes, view.needed_bytes),
                 _per_second(fetched.per_second) if fetched.active else "ready",
                 width,
             )
@@ -121,6 +121,7 @@ def _status(view: View, width: int) -> Text:
     pieces = [
         (f"elapsed {clock(view.elapsed)}", ""),
         (f"memory {size(view.memory.rss)}, peak {size(view.memory.peak)}", ""),
+        (f"{view.kept} kept from before", ""),
         (f"{view.skipped} skipped", ""),
         (f"{view.failed} failed", FAILED_STYLE),
     ]

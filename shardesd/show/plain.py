@@ -87,7 +87,9 @@ def progress_line(view: View) -> str:
         pieces.append(f"{size(view.bytes_per_second)}/s")
     if view.fetched and view.fetched.active:
         rate = f" at {size(view.fetched.per_second)}/s" if view.fetched.per_second else ""
-        pieces.append(f"downloading {size_of(view.fetched.done, view.fetched.total)}{rate}")
+        pieces.append(f"{size_of(view.fetched_bytes, view.needed_bytes)} fetched{rate}")
+    if view.kept:
+        pieces.append(f"{view.kept} kept from before")
     if view.failed:
         pieces.append(f"{view.failed} failed")
     if view.eta is not None:

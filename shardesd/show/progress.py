@@ -98,6 +98,12 @@ class View:
     """Seconds left; None while unknown, or where the guess has run out before the matrices have."""
     failed: int
     skipped: int
+    kept: int
+    """Rows whose λ were kept from before."""
+    fetched_bytes: int
+    """Of all shards that came over the line, as far as they have."""
+    needed_bytes: int
+    """The same, once they are all here: of the shards whose fetching has begun."""
     ranges: dict[str, int]
     """Name of an α range → how many rows of this run lie in it."""
     rows: tuple[Row, ...]
@@ -126,6 +132,7 @@ class _Totals:
     last_row: float = 0.0
     failed: int = 0
     skipped: int = 0
+    kept: int = 0
     ranges: Counter[str] = field(default_factory=Counter)
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=LAST_ROWS))
     running: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -176,8 +183,9 @@ class Progress:
                 totals.bytes_since_shard = 0
             case MatrixStarted(longname=longname, device=device):
                 totals.running[longname] = (device, now)
-            case RowDone(row=row, nbytes=nbytes):
+            case RowDone(row=row, nbytes=nbytes, kept=kept):
                 totals.running.pop(row.longname, None)
+                totals.kept += kept
                 totals.bytes_read += nbytes
                 totals.bytes_since_shard += nbytes
                 totals.read_rate.add(now, totals.bytes_read)
@@ -222,6 +230,9 @@ class Progress:
                 eta=self._eta(totals, done, matrices, now),
                 failed=totals.failed,
                 skipped=totals.skipped,
+                kept=totals.kept,
+                fetched_bytes=sum(done for done, _ in totals.fetches.values()),
+                needed_bytes=sum(total or done for done, total in totals.fetches.values()),
                 ranges=dict(totals.ranges),
                 rows=tuple(totals.rows),
                 running=self._running(totals, now),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -11,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 from checkpoints import Tensors, cli, command, one_file, process, random_weights, sharded
-from safetensors.numpy import load_file
+from hub_server import HubServer, use_hub
+from safetensors.numpy import load_file, save_file
 
 import shardesd
 from shardesd.keep import Keep
-from shardesd.records import RowDone
+from shardesd.records import MatrixStarted, RowDone
 
 
 def scanned(place: Any, **options: Any) -> tuple[shardesd.Result, int, int]:
@@ -173,3 +176,79 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path) -> None:
     for place in [kept, *kept.rglob("*")]:
         place.chmod(0o500 if place.is_dir() else 0o400)
     assert scanned(folder, cache_dir=str(kept))[1] == 0
+
+
+def adapter(folder: Path, base: str, modules: list[str], size: int, seed: int) -> Path:
+    folder.mkdir()
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for module in modules:
+        tensors[f"base_model.model.{module}.lora_A.weight"] = rng.standard_normal((4, size)).astype(np.float32)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = rng.standard_normal((size, 4)).astype(np.float32)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": base}))
+    return folder
+
+
+@pytest.mark.parametrize("place", ["hub", "folder"])
+def test_a_second_adapter_on_the_same_base_solves_only_what_it_touches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    layers, size = 4, 32
+    folder = sharded(tmp_path / "base", random_weights(layers=layers, size=size), 2)
+    with HubServer() as hub:
+        use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+        hub.add("org/base", folder)
+        base = "org/base" if place == "hub" else str(folder)
+        assert scanned(base)[1:] == (12, 0)
+        touched = [f"model.layers.{i}.self_attn.q_proj" for i in range(3)]  # of 12: a quarter
+        ones = [adapter(tmp_path / f"a{seed}", base, touched, size, seed) for seed in (1, 2)]
+        for one in ones:
+            events: list[Any] = []
+            result = shardesd.scan(one, on_event=events.append)
+            done = [event for event in events if isinstance(event, RowDone) and event.row.status == "ok"]
+            assert sorted(event.row.longname for event in done if not event.kept) == touched
+            assert len(done) == 12
+            if place == "hub":
+                assert sorted(event.longname for event in events if isinstance(event, MatrixStarted)) == touched
+            assert same(result, shardesd.scan(one, cache=False))
+        hub.log.clear()
+        for one in ones:
+            result, solved, kept = scanned(one, fix_fingers="DKS")
+            assert (solved, kept) == (0, 12)
+            assert same(result, shardesd.scan(one, cache=False, fix_fingers="DKS"))
+        alone, solved, _ = scanned(ones[0], delta=True)
+        assert solved == 3
+        again, solved, kept = scanned(ones[0], delta=True)
+        assert (solved, kept) == (0, 3)
+        assert same(again, alone)
+
+
+def test_a_difference_is_kept_by_what_it_is(tmp_path: Path) -> None:
+    one = one_file(tmp_path / "one", random_weights(seed=1))
+    two = one_file(tmp_path / "two", random_weights(seed=2))
+    three = one_file(tmp_path / "three", random_weights(seed=3))
+    first, solved, _ = scanned(one, minus=two)
+    assert solved == 6
+    again, solved, _ = scanned(one, minus=two)
+    assert solved == 0
+    assert same(again, first)
+    assert scanned(one, minus=three)[1] == 6
+
+
+def test_statistics_read_what_kept_spectra_would_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = sharded(tmp_path / "model", random_weights(layers=4, size=32), 2)
+    with HubServer() as hub:
+        use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+        hub.add("org/name", folder)
+        shardesd.scan("org/name", fetch="ranges")
+        for place in (folder, "org/name"):
+            shardesd.scan(place, out=tmp_path / "kept", stats=True)
+        shardesd.scan(folder, out=tmp_path / "anew", stats=True, cache=False)
+    (expected,) = (tmp_path / "anew" / "stats").iterdir()
+    found = sorted((tmp_path / "kept" / "stats").iterdir())
+    assert len(found) == 2
+    drop = [name for name in ("model_id", "revision") if name in pl.read_csv(expected).columns]
+    for one in found:
+        assert pl.read_csv(one).drop(drop).equals(pl.read_csv(expected).drop(drop))

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from checkpoints import Tensors, command, one_file, random_weights, sharded
 from hub_server import Fault, HubServer, short_waits, use_hub, wait_until
+from quantised_files import random, store
+from safetensors.numpy import save_file
 
 import shardesd
 from shardesd.errors import NoRanges, ShardChanged
@@ -253,3 +255,41 @@ def test_memory_is_bounded_by_the_largest_tensor(hub: HubServer, tmp_path: Path)
         )
         peaks.append(int(done.stdout) / 1e6)
     assert peaks[1] - peaks[0] < 25, peaks
+
+
+@pytest.mark.parametrize("fetch", ["auto", "ranges"])
+def test_quantised_weights_and_adapters_come_too(hub: HubServer, tmp_path: Path, fetch: str) -> None:
+    import torch
+
+    codes = {f"model.layers.{i}.mlp.down_proj.weight": random(64, 64, seed=i).to(torch.float8_e4m3fn) for i in range(4)}
+    scales = {f"{name}_scale_inv": random(4, 4, seed=9).abs() for name in codes}
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    folder = store(tmp_path / "fp8", codes | scales, quantization=config)
+    hub.add("org/fp8", folder)
+    assert same(shardesd.scan("org/fp8", fetch=fetch), folder)
+    hub.log.clear()
+    assert same(shardesd.scan("org/fp8", fetch=fetch, cache=False, fix_fingers="DKS"), folder, fix_fingers="DKS")
+
+
+@pytest.mark.parametrize("fetch", ["auto", "ranges", "shards"])
+def test_an_adapter_over_a_repo(hub: HubServer, tmp_path: Path, fetch: str) -> None:
+    base = sharded(tmp_path / "base", random_weights(layers=3, size=32))
+    hub.add("org/base", base)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    module = "base_model.model.model.layers.1.mlp.down_proj"
+    save_file(
+        {
+            f"{module}.lora_A.weight": rng.standard_normal((2, 64)).astype(np.float32),
+            f"{module}.lora_B.weight": rng.standard_normal((32, 2)).astype(np.float32),
+        },
+        folder / "adapter_model.safetensors",
+    )
+    (folder / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["x"]}'
+    )
+    result = shardesd.scan(folder, base="org/base", fetch=fetch)
+    local = shardesd.scan(folder, base=base, cache=False)
+    assert all(np.array_equal(result.spectra[name], local.spectra[name]) for name in local.spectra)
+    assert result.spectra.keys() == local.spectra.keys()

@@ -6,6 +6,8 @@ import pytest
 from show_events import failed, row, skipped, started
 
 from shardesd.records import Fetching, MatrixStarted, RowDone, ScanFinished, ShardDone, ShardOpened
+from shardesd.show.live import picture
+from shardesd.show.plain import progress_line
 from shardesd.show.progress import LAST_ROWS, Progress
 
 
@@ -177,3 +179,18 @@ def test_events_of_many_threads_are_all_counted(progress):
     assert view.ranges == {"good": 8000}
     assert len(view.rows) == LAST_ROWS
     assert [v.matrices_done for v in views] == sorted(v.matrices_done for v in views)
+
+
+def test_fetched_and_needed_bytes_add_up_over_shards_and_kept_rows_are_counted(progress):
+    progress.add(started(matrices=3))
+    for shard, done, total in (("1", 0, 100), ("1", 100, 100), ("2", 0, 50), ("2", 20, 50), ("3", 5, None)):
+        progress.add(Fetching(shard=shard, done=done, total=total))
+    progress.add(RowDone(row=row("a"), kept=True))
+    progress.add(RowDone(row=row("b")))
+    view = progress.view()
+    assert (view.fetched_bytes, view.needed_bytes, view.kept) == (125, 155, 1)
+    text = "\n".join(line.plain for line in picture(view, 120, 40))
+    assert "125/155 B" in text
+    assert "1 kept from before" in text
+    assert "125/155 B fetched" in progress_line(view)
+    assert "1 kept from before" in progress_line(view)
