@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,8 @@ from shardesd.records import Matrix, MatrixRef, Spectrum
 
 Solved = tuple[Spectrum, dict[str, Any], bool]
 """λ, the metric columns, and whether the λ are kept ones."""
-_PIECE_BYTES = 16_000_000  # read at a time where a tensor's elements are digested
+_PIECE_BYTES = 4_000_000  # read at a time where a tensor's elements are digested
+_DIGESTS_AT_ONCE = 8  # of a group
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,25 +70,37 @@ class Solver:
         contents: dict[str, str] = {}
         found: dict[int, tuple[Solved | Exception, float]] = {}
         left: list[int] = []
-        for at, (item, shard) in enumerate(pairs):
+
+        def look(at: int) -> tuple[Solved | Exception, float] | None:
             started = time.perf_counter()
+            item, shard = pairs[at]
             try:
                 known = self._known(item, shard, contents)
                 if known is None:
-                    left.append(at)
-                    continue
+                    return None
                 result: Solved | Exception = self._finished(item, shard, contents, known, kept=True)
             except (CheckpointError, SourceError, MatrixError) as error:
                 result = error
-            found[at] = result, time.perf_counter() - started
+            return result, time.perf_counter() - started
+
+        if self.recall.active:  # at once, or a GPU would wait for one digest after the other
+            with ThreadPoolExecutor(_DIGESTS_AT_ONCE) as pool:
+                looked = list(pool.map(look, range(len(pairs))))
+        else:
+            looked = [None] * len(pairs)
+        for at, one in enumerate(looked):
+            if one is None:
+                left.append(at)
+            else:
+                found[at] = one
         if left:
             opened = [partial(self._matrices, *pairs[at], device, contents) for at in left]
             n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
-            for at, one in zip(left, spectra.compute_many(opened, n=n, device=device, **self._how()), strict=True):
-                if isinstance(one, Exception):
-                    found[at] = one, 0.0
+            for at, solved in zip(left, spectra.compute_many(opened, n=n, device=device, **self._how()), strict=True):
+                if isinstance(solved, Exception):
+                    found[at] = solved, 0.0
                 else:
-                    found[at] = self._finished(*pairs[at], contents, one, kept=False), one.seconds
+                    found[at] = self._finished(*pairs[at], contents, solved, kept=False), solved.seconds
         return [found[at] for at in range(len(pairs))]
 
     def measured(self, item: MatrixRef, spectrum: Spectrum, *, kept: bool) -> Solved:
