@@ -39,7 +39,7 @@ import shardesd, shardesd.scanner
 from shardesd import spectra
 notes = [spectra.why_not_batched(i) for i in range(torch.cuda.device_count())] if "cuda" in device else []
 before, started = peak(), time.perf_counter()
-result = shardesd.scan(folder, device=device)
+result = shardesd.scan(folder, device=device, cache=False)
 """
     + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "notes": notes, "peak"')
 )

@@ -17,7 +17,8 @@ IDLE = "import torch, shardesd.scanner, scipy.linalg, huggingface_hub; torch.lin
 SCAN = """
 import sys, tempfile, shardesd
 with tempfile.TemporaryDirectory() as out:
-    result = shardesd.scan(sys.argv[1], out=out, device="cpu", max_memory=int(sys.argv[2]), max_aspect=0)
+    options = {"device": "cpu", "max_memory": int(sys.argv[2]), "max_aspect": 0, "cache": False}
+    result = shardesd.scan(sys.argv[1], out=out, **options)
 assert not len(result.failed), result.failed["reason"].to_list()
 """
 
