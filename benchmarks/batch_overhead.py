@@ -38,11 +38,11 @@ def main() -> None:
     process = psutil.Process()
     with tempfile.TemporaryDirectory() as place:
         folders = [make(Path(place) / f"m{i}", i) for i in range(models)]
-        shardesd.scan(folders[0], device="cpu")
+        shardesd.scan(folders[0], device="cpu", cache=False)
         alone = []
         for i in range(20):
             began = time.perf_counter()
-            shardesd.scan(folders[i], out=Path(place) / "alone", device="cpu")
+            shardesd.scan(folders[i], out=Path(place) / "alone", device="cpu", cache=False)
             alone.append(time.perf_counter() - began)
         seen: list[tuple[float, int, int]] = []
 
@@ -51,7 +51,9 @@ def main() -> None:
                 seen.append((time.perf_counter(), process.memory_info().rss, process.num_fds()))
 
         began = time.perf_counter()
-        for _ in shardesd.scan_many(map(str, folders), out=Path(place) / "batch", device="cpu", on_event=listen):
+        for _ in shardesd.scan_many(
+            map(str, folders), out=Path(place) / "batch", device="cpu", cache=False, on_event=listen
+        ):
             pass
         seconds = time.perf_counter() - began
         steady = (seen[-1][0] - seen[0][0]) / (models - 1)

@@ -205,7 +205,7 @@ def _cache() -> Iterator[Finding]:
         remedy = "set HF_HOME to a folder that can be written"
         yield Finding(name="cache", grade="note", found=f"{folder} can't be written", remedy=remedy)
     elif free < _LITTLE_DISK:
-        remedy = "free some, or set HF_HOME to a folder on a larger disk: whole shards are downloaded into it"
+        remedy = "free some, set HF_HOME to a folder on a larger disk, or scan with --evict or --fetch ranges"
         yield Finding(name="cache", grade="note", found=found, remedy=remedy)
     else:
         yield Finding(name="cache", grade="ok", found=found)

@@ -8,14 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from shardesd import adapters, matrices, spectra
-from shardesd.checkpoint import Checkpoint, Shard
+from shardesd import adapters, spectra
+from shardesd.checkpoint import Checkpoint, Shard, open_local
 from shardesd.errors import NoRanges, SourceError
-from shardesd.keep import Keep, Recall
 from shardesd.opening import Opened, What, open_what
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, ShardRef
-from shardesd.wanted import Wanted
+from shardesd.wanted import wanted_beforehand
 
 _AT_ONCE = 8
 """Shards whose headers are asked for at the same time."""
@@ -74,10 +73,10 @@ def inspect(
 
 def _headers(checkpoint: Checkpoint) -> list[Shard]:
     def one(ref: ShardRef) -> Shard:
-        path = checkpoint.source.local(ref.name)
-        if path is not None:
-            with checkpoint.open(ref, path) as shard:
-                return shard
+        here = open_local(checkpoint, ref)
+        if here is not None:
+            with here:
+                return here
         peeked = checkpoint.peek(ref)
         if peeked is None:
             checkpoint.source.path(ref.name)  # raises the reason
@@ -106,23 +105,7 @@ def _adapter(opened: Opened) -> dict[str, Any] | None:
 
 def _inspection(opened: Opened, shards: list[Shard], options: ScanOptions) -> Inspection:
     checkpoint = opened.checkpoint
-    context = matrices.Context(
-        config=checkpoint.config,
-        names=checkpoint.names,
-        options=options,
-        hints=checkpoint.hints,
-        table=matrices.user_table(options.layout),
-    )
-    recall = Recall(Keep(options.cache_dir, options.max_cache) if options.cache else None, options)
-    wanted = Wanted(
-        checkpoint,
-        options,
-        lambda tensor: matrices.plan(tensor, context),
-        matrices.may_be_tied,
-        recall,
-        done=(),
-        emit=lambda event: None,
-    )
+    wanted = wanted_beforehand(checkpoint, options, ["cpu"])
     local = {shard.ref.name for shard in shards if checkpoint.source.local(shard.ref.name) is not None}
     dtypes: dict[str, dict[str, int]] = {}
     block_types: dict[str, dict[str, int]] = {}
@@ -132,11 +115,11 @@ def _inspection(opened: Opened, shards: list[Shard], options: ScanOptions) -> In
     for shard in shards:
         for tensor in shard.tensors:
             _add(dtypes, tensor.label, tensors=1, nbytes=tensor.stored_nbytes)
-            for item in matrices.plan(tensor, context):
+            for item in wanted.plan(tensor):
                 if not isinstance(item, MatrixRef):
                     (skipped if item.status == "skipped" else failed)[item.reason] += 1
                     continue
-                kept = recall.unread(item, shard) is not None
+                kept = wanted.recall.unread(item, shard) is not None
                 _add(block_types, item.block_type, matrices=1, params=item.numel, kept=int(kept))
                 if kept:
                     continue

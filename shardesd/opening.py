@@ -9,7 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
-from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_shard
+from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_local, open_shard
 from shardesd.errors import NoRanges, OptionError
 from shardesd.options import ScanOptions
 from shardesd.records import ShardRef
@@ -181,9 +181,8 @@ def _stored(source: Source, options: ScanOptions) -> Checkpoint:
 def _complete(checkpoint: Any) -> Any:
     """With the headers of all shards known: adapters are matched before the first matrix is solved."""
     for shard in () if checkpoint.complete else checkpoint.shards:
-        path = checkpoint.source.local(shard.name)
-        opened = None if path else _peeked(checkpoint, shard)
-        (opened or checkpoint.open(shard, path or checkpoint.source.path(shard.name))).close()
+        opened = open_local(checkpoint, shard) or _peeked(checkpoint, shard)
+        (opened or checkpoint.open(shard, checkpoint.source.path(shard.name))).close()
     return checkpoint
 
 

@@ -160,7 +160,7 @@ class Pipeline:
         last: list[tuple[TensorRef, Shard]] = []
         seen: set[str] = set()
         for number, (ref, path) in enumerate(fetcher, start=1):
-            shard = self._wanted.take(ref) if path is None else self.checkpoint.open(ref, path)
+            shard = self._wanted.open(ref, path)
             with self._lock:
                 if self._closed:  # while the header was read
                     shard.close()

@@ -79,5 +79,7 @@ def _measured(row: Row, model: StoredModel, options: ScanOptions) -> Row:
 def _kept(folder: Path, found: tuple[Refitted, dict[str, Any] | None]) -> Refitted:
     model, summary = found
     if summary is not None:
+        if summary["source_model"] is None:
+            del summary["source_model"]  # one that the table doesn't know may have been told by a list
         update_summary(folder, summary)
     return model

@@ -4,13 +4,14 @@ when a downloaded file goes again."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardesd.checkpoint import Checkpoint, RangedShard, Shard
+from shardesd import matrices, ties
+from shardesd.checkpoint import Checkpoint, RangedShard, Shard, open_local
 from shardesd.errors import NoRanges, NoSpace, SourceError
-from shardesd.keep import Recall, default_folder
+from shardesd.keep import Keep, Recall, default_folder
 from shardesd.options import ScanOptions
 from shardesd.records import Event, Fetching, MatrixRef, Notice, ShardRef, Skip, TensorRef
 from shardesd.source import Claims, cache_folder
@@ -57,14 +58,26 @@ class Wanted:
                 self.evict(name)
 
     def whole(self, ref: ShardRef) -> bool:
-        """Whether a shard is to be downloaded; if not, `take` has it. Raises what opening it raises."""
-        whole = self._decide(ref)
-        if whole:
+        """Whether a shard is to be downloaded; if not, `open` has it. Raises what opening it raises."""
+        shard = self._by_ranges(ref)
+        if shard is None:
             with self._lock:
                 self._mine[ref.name] = self.checkpoint.source.cost(ref.name) or 0
             if self._claims is not None:
                 self._claims.make(ref.name)
-        return whole
+            return True
+        if isinstance(shard, RangedShard):
+            self._want(shard, self._read(shard)[0])
+        with self._lock:
+            self._peeked[ref.name] = shard
+        return False
+
+    def would_be_whole(self, ref: ShardRef) -> bool:
+        """What `whole` would answer, with nothing begun: for whoever downloads before the scan is here."""
+        shard = self._by_ranges(ref)
+        if shard is not None:
+            shard.close()
+        return shard is None
 
     def needed(self, shard: Shard) -> int:
         """Bytes of a shard that the scan would read."""
@@ -88,8 +101,18 @@ class Wanted:
         pieced = not isinstance(shard, RangedShard) or any(tensor.encoding for tensor in shard.tensors)
         return fits and (pieced or needed > MOST * shard.nbytes)
 
-    def take(self, ref: ShardRef) -> Shard:
-        """The shard of which `whole` has said that it comes by ranges, those that are needed on their way."""
+    def open(self, ref: ShardRef, path: Path | None) -> Shard:
+        """A shard that lies at `path`; without one, that of which `whole` has said that it comes by ranges, those that
+        are needed on their way. What has just gone from `path`, since another scan evicted it, comes once more."""
+        while path is not None:
+            shard = open_local(self.checkpoint, ref, path)
+            if shard is not None:
+                with self._lock:
+                    unread = self._peeked.pop(ref.name, None)
+                if unread is not None:  # another scan has downloaded it meanwhile
+                    unread.close()
+                return shard
+            path = self.checkpoint.source.path(ref.name) if self.whole(ref) else None
         with self._lock:
             return self._peeked.pop(ref.name)
 
@@ -119,12 +142,15 @@ class Wanted:
         with self._lock:
             for shard in self._peeked.values():
                 shard.close()
+        if self._claims is not None:
+            self._claims.close()
 
-    def _decide(self, ref: ShardRef) -> bool:
+    def _by_ranges(self, ref: ShardRef) -> Shard | None:
+        """A shard that is not to be downloaded, opened on its server; None for one that is."""
         fetch = self.options.fetch
         if self._no_ranges or (fetch == "shards" and not self.options.cache):
             self._check_disk(ref)
-            return True
+            return None
         try:
             shard = self.checkpoint.peek(ref)
         except NoRanges as error:
@@ -134,19 +160,15 @@ class Wanted:
             if fetch == "auto":
                 self.emit(Notice(message=f"whole shards are downloaded: {error}".partition("; use --fetch")[0]))
             self._check_disk(ref)
-            return True
+            return None
         if shard is None:
-            return True
+            return None
         if self.needed(shard) and fetch == "shards":
             self._check_disk(ref)
         if self.better_whole(shard):
             shard.close()
-            return True
-        if isinstance(shard, RangedShard):
-            self._want(shard, self._read(shard)[0])
-        with self._lock:
-            self._peeked[ref.name] = shard
-        return False
+            return None
+        return shard
 
     def _within_limit(self, cost: int | None) -> bool:
         limit = self.options.max_disk
@@ -186,3 +208,24 @@ class Wanted:
             for item in self.plan(tensor)
             if isinstance(item, MatrixRef) and item.longname not in self.done and not self.recall.unread(item, shard)
         ]
+
+
+def wanted_beforehand(checkpoint: Checkpoint, options: ScanOptions, devices: Iterable[str]) -> Wanted:
+    """What a scan of `checkpoint` on `devices` will want that has not begun."""
+    context = matrices.Context(
+        config=checkpoint.config,
+        names=checkpoint.names,
+        options=options,
+        hints=checkpoint.hints,
+        table=matrices.user_table(options.layout),
+    )
+    repeated = ties.among_left(checkpoint, context)
+
+    def plan(tensor: TensorRef) -> list[MatrixRef | Skip]:
+        if tensor.name in repeated:
+            return [matrices.tied(tensor, repeated[tensor.name])]
+        return matrices.plan(tensor, context)
+
+    keep = Keep(options.cache_dir, options.max_cache) if options.cache else None
+    recall = Recall(keep, options, devices)
+    return Wanted(checkpoint, options, plan, matrices.may_be_tied, recall, done=(), emit=lambda event: None)

@@ -29,7 +29,7 @@ ROOMS: dict[str, list[str]] = {
     "statistics": ["checkpoint", "matrices", "metrics"],
     "ties": ["checkpoint", "matrices"],
     "keys": ["checkpoint", "spectra", "engine"],
-    "wanted": ["source", "checkpoint", "matrices", "keep"],
+    "wanted": ["source", "checkpoint", "matrices", "keep", "ties"],
     "solver": ["checkpoint", "matrices", "spectra", "keep", "metrics"],
     "pipeline": [
         *("source", "checkpoint", "matrices", "spectra", "keep", "engine"),
@@ -40,9 +40,12 @@ ROOMS: dict[str, list[str]] = {
         *("opening", "pipeline", "source", "checkpoint", "matrices", "spectra", "keep", "metrics", "engine"),
         "results",
     ],
-    "inspector": ["opening", "wanted", "source", "checkpoint", "adapters", "matrices", "spectra", "keep"],
+    "inspector": ["opening", "wanted", "source", "checkpoint", "adapters", "spectra"],
     "refitter": ["metrics", "results"],
-    "batch": ["scanner", "opening", "source", "checkpoint", "adapters", "spectra", "engine", "results"],
+    "batch": [
+        *("scanner", "opening", "wanted", "source", "checkpoint", "adapters", "spectra", "engine"),
+        "results",
+    ],
     "__main__": ["cli"],
     "commands": ["batch", "engine", "results"],
     "lists": ["batch", "adapters", "source", "results"],

@@ -68,7 +68,6 @@ def test_every_link_leads_to_a_file() -> None:
 def test_help_names_every_command() -> None:
     result = cli("--help")
     assert result.exit_code == 0
-    assert all(
-        word in result.stdout for word in ("scan", "batch", "run", "summarize", "models", "doctor", "demo", "--version")
-    )
+    words = "scan inspect refit batch run summarize models cache doctor demo --version"
+    assert all(word in result.stdout for word in words.split())
     assert cli("--version").stdout.startswith("shardesd 0.")

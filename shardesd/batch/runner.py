@@ -282,8 +282,9 @@ class Batch:
 
     def _look_ahead(self) -> None:
         for job in sorted(self._jobs, key=lambda job: job.number):
-            if job.row.on_hub and not job.planned.adapter and not self._claims.taken(job.row.stem):
-                self._ahead.fetch(job.row)
+            begun = job.tried > 0 or job.planned.state != "new"  # which of its shards comes next isn't known
+            if job.row.on_hub and not (job.planned.adapter or begun or self._claims.taken(job.row.stem)):
+                self._ahead.fetch(job.row, [device.name for device in self._engine.devices] if self._engine else ())
                 return
 
     def _by_others(self, job: Job) -> bool:

@@ -6,7 +6,7 @@
 from shardesd.checkpoint.blocks import ShardMatrix
 from shardesd.checkpoint.checkpoint import StoredCheckpoint, StoredShard, open_checkpoint, open_shard
 from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, element_word, is_integer, is_supported
-from shardesd.checkpoint.interface import Checkpoint, Shard
+from shardesd.checkpoint.interface import Checkpoint, Shard, open_local
 from shardesd.checkpoint.layout import adapter_file
 from shardesd.checkpoint.live import LiveCheckpoint, open_live
 from shardesd.checkpoint.minus import MinusCheckpoint
@@ -29,5 +29,6 @@ __all__ = [
     "is_supported",
     "open_checkpoint",
     "open_live",
+    "open_local",
     "open_shard",
 ]

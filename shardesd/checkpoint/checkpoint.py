@@ -20,6 +20,7 @@ from shardesd.checkpoint.elements import raw_dtype
 from shardesd.checkpoint.gguf import read_gguf
 from shardesd.checkpoint.header import DTYPE_BITS, Header, read_header
 from shardesd.checkpoint.index import Index
+from shardesd.checkpoint.interface import open_local
 from shardesd.checkpoint.layout import PICKLED, SUFFIX, find_layout, left_out
 from shardesd.checkpoint.pickled import read_pickled
 from shardesd.checkpoint.ranged import RangedShard, read_remote, remote_header
@@ -236,9 +237,10 @@ class StoredCheckpoint:
         known = self._known.get(shard.name)
         if known:
             times = {known.modified_ns, modified_ns} - {None}
-            if known.header_sha256 != header.sha256 or len(times) > 1:
+            # What another scan has evicted is downloaded anew: another time, the same commit.
+            if known.header_sha256 != header.sha256 or (len(times) > 1 and self.source.remote(shard.name) is None):
                 raise ShardChanged(_ANOTHER_FILE.format(shard.name))
-            if known.path is None:
+            if known.path is None or len(times) > 1:
                 self._known[shard.name] = replace(known, modified_ns=modified_ns, path=path)
             return tuple(self._weights.get(shard.name, ()))
         tensors = self._index.select(shard.name, header.tensors) if self._index else header.tensors
@@ -312,11 +314,11 @@ def open_checkpoint(source: Source, *, io: str = "auto", allow_pickle: bool = Fa
     notes += left_out(files, layout, shards)
     checkpoint = StoredCheckpoint(source, shards, config=config, index=index, notes=notes, io=io)
     for shard in shards:
-        path = source.local(shard.name)
-        if path is None and not source.location.startswith("hf://"):
-            path = source.path(shard.name)  # raises the reason: a broken link, or one that leads outside
-        if path is not None:
-            checkpoint.open(shard, path).close()
+        here = open_local(checkpoint, shard)
+        if here is None and not source.location.startswith("hf://"):
+            here = checkpoint.open(shard, source.path(shard.name))  # raises: a broken link, or one that leads outside
+        if here is not None:
+            here.close()
     return checkpoint
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from shardesd.errors import NotFound
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
@@ -162,3 +163,19 @@ class Checkpoint(Protocol):
     def digests(self) -> dict[str, dict[str, Any]]:
         """Shard name → ``size``, ``sha256`` (where the source knows it), ``header_sha256`` (once read), or None."""
         ...
+
+
+def open_local(checkpoint: Checkpoint, shard: ShardRef, path: Path | None = None) -> Shard | None:
+    """A shard whose file lies on this machine (at `path`); None where it doesn't, or has just gone.
+
+    A file in the Hub cache goes when another scan evicts it. Raises what `Checkpoint.open` raises.
+    """
+    path = path or checkpoint.source.local(shard.name)
+    if path is None:
+        return None
+    try:
+        return checkpoint.open(shard, path)
+    except NotFound:
+        if checkpoint.source.remote(shard.name) is None:
+            raise
+        return None

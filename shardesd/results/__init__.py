@@ -14,10 +14,10 @@ OUT/
 
 from __future__ import annotations
 
-from shardesd.results.again import StoredModel, stored_models
+from shardesd.results.again import StoredModel
 from shardesd.results.digest import Digest, Spread, rebuild_summary
 from shardesd.results.files import Lock, atomic, file_stem, make_folders, named_errors, remove_leftovers
-from shardesd.results.load import Finished, find_finished, load_result
+from shardesd.results.load import Finished, find_finished, load_result, stored_models
 from shardesd.results.memory import MemoryStore
 from shardesd.results.result import Result
 from shardesd.results.store import Begun, ModelStore

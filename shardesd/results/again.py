@@ -12,21 +12,12 @@ from typing import Any
 import numpy as np
 
 from shardesd.errors import ResultsError
-from shardesd.options import FORMATS
 from shardesd.records import Row
 from shardesd.results.files import Lock, atomic, named_errors
+from shardesd.results.load import tables_of
 from shardesd.results.stored import StoredSpectra
 from shardesd.results.summary import summarise
 from shardesd.results.tables import read_table, table_bytes, to_frame, to_rows
-
-
-def stored_models(out: Path) -> list[str]:
-    """The stems of all finished models under `out`, in the order of names."""
-    folder = out / "models"
-    if not folder.is_dir():
-        return []
-    with named_errors(folder / "models"):
-        return sorted({path.name[: -len(path.suffix)] for path in folder.iterdir() if path.suffix[1:] in FORMATS})
 
 
 class StoredModel:
@@ -36,7 +27,7 @@ class StoredModel:
     """
 
     def __init__(self, out: Path, stem: str) -> None:
-        self._tables = [path for format in FORMATS if (path := out / "models" / f"{stem}.{format}").exists()]
+        self._tables = tables_of(out, stem)
         self._spectra_path = out / "spectra" / f"{stem}.safetensors"
         self._run_path = out / "runs" / f"{stem}.json"
         self._lock = Lock(out / "partial" / f"{stem}.lock")

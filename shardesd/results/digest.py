@@ -13,8 +13,8 @@ import numpy as np
 import polars as pl
 
 from shardesd.errors import ResultsError
-from shardesd.options import FORMATS
 from shardesd.results.files import atomic
+from shardesd.results.load import stored_models, tables_of
 from shardesd.results.summary import SUMMARY_COLUMNS, Cells, cell, edit_table, read_models, summarise
 from shardesd.results.tables import read_table
 
@@ -73,7 +73,7 @@ def rebuild_summary(out: Path, format: str = "csv") -> Digest:
     Columns of the old summary that shardesd doesn't make stay with their models. With ``parquet`` or ``jsonl`` the
     summary is written in that format too. Raises `ResultsError` where there are no tables or one can't be read.
     """
-    tables = _tables(out)
+    tables = [table for stem in stored_models(out) for table in tables_of(out, stem)[:1]]
     if not tables:
         raise ResultsError(f"{out / 'models'} holds no tables; scan something into {out} first")
     rows: list[dict[str, Any]] = []
@@ -120,15 +120,6 @@ def rebuild_summary(out: Path, format: str = "csv") -> Digest:
         failures=dict(failed.most_common()),
         files=tuple(str(path) for path in files),
     )
-
-
-def _tables(out: Path) -> list[Path]:
-    """One table of each model, in the order of names."""
-    found: dict[str, Path] = {}
-    for path in sorted((out / "models").glob("*")):
-        if path.suffix.removeprefix(".") in FORMATS and not path.name.startswith("."):
-            found.setdefault(path.stem, path)
-    return list(found.values())
 
 
 def _spreads(groups: Iterable[tuple[str, list[float]]]) -> tuple[Spread, ...]:

@@ -14,7 +14,7 @@ import polars as pl
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
 from shardesd.records import Row, may_pass
-from shardesd.results.files import file_stem
+from shardesd.results.files import file_stem, named_errors
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import read_stats, stats_path
 from shardesd.results.stored import StoredSpectra
@@ -70,6 +70,21 @@ def _local_files(weights: Any) -> Iterator[tuple[str, list[Any]]]:
                 yield from _local_files(value)
 
 
+def stored_models(out: Path) -> list[str]:
+    """The stems of all models with a table under `out`, in the order of names."""
+    folder = out / "models"
+    if not folder.is_dir():
+        return []
+    with named_errors(folder / "models"):
+        found = [path for path in folder.iterdir() if path.suffix[1:] in FORMATS and not path.name.startswith(".")]
+    return sorted({path.stem for path in found})
+
+
+def tables_of(out: Path, stem: str) -> list[Path]:
+    """A model's tables, one a format."""
+    return [path for format in FORMATS if (path := out / "models" / f"{stem}.{format}").exists()]
+
+
 def find_finished(out: Path, model_id: str, revision: str | None) -> Finished | None:
     """The finished scan of a model, whatever its options and format; None where there is none.
 
@@ -79,14 +94,14 @@ def find_finished(out: Path, model_id: str, revision: str | None) -> Finished | 
     if any((out / "partial" / f"{stem}.{suffix}").exists() for suffix in ("jsonl", "lock", "pid")):
         return None
     run_path = out / "runs" / f"{stem}.json"
-    table = next((t for t in (out / "models" / f"{stem}.{format}" for format in FORMATS) if t.exists()), None)
-    if table is None:
+    tables = tables_of(out, stem)
+    if not tables:
         return None
     try:
         run = json.loads(run_path.read_bytes())
     except (OSError, ValueError):
         run = {}
-    return Finished(table, run_path, run if isinstance(run, dict) else {})
+    return Finished(tables[0], run_path, run if isinstance(run, dict) else {})
 
 
 def load_result(out: Path, model_id: str, revision: str | None, *, show_skipped: bool = False) -> Result:

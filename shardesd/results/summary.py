@@ -104,10 +104,11 @@ def _quantile(values: np.ndarray, q: float) -> float | None:
 def update_summary(out: Path, row: Mapping[str, Any]) -> Path:
     """Puts a model's row into ``out/summary.csv``, in place of the one with its model_id and revision; gives the path.
 
-    Other models' rows, and columns that aren't in `SUMMARY_COLUMNS`, stay as they are, text for text. Processes that
+    Other models' rows, and columns that aren't in `SUMMARY_COLUMNS` or not in `row`, stay as they are, text for text.
+    Processes that
     do this at once wait for each other. Raises `NoSpace` or `ResultsError`.
     """
-    new = {name: cell(row[name]) for name in SUMMARY_COLUMNS}
+    new = {name: cell(row[name]) for name in SUMMARY_COLUMNS if name in row}
 
     def put(rows: list[Cells]) -> list[Cells]:
         same = [i for i, old in enumerate(rows) if all(old.get(k, "") == new[k] for k in ("model_id", "revision"))]

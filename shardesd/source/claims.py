@@ -10,11 +10,16 @@ import hashlib
 import json
 import os
 import platform
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from shardesd.errors import ResultsError
+
+_OPEN: WeakValueDictionary[str, Claims] = WeakValueDictionary()
+"""Of the scans that this process has not ended."""
 
 
 class Claims:
@@ -23,14 +28,16 @@ class Claims:
     def __init__(self, folder: Path, location: str, cache: str) -> None:
         place = hashlib.sha256(f"{cache}\n{location}".encode()).hexdigest()[:32]
         self._folder = folder / "downloads" / place
+        self._scan = uuid.uuid4().hex
+        _OPEN[self._scan] = self
 
     def make(self, name: str) -> None:
-        """Notes that this process is about to download a file. Raises `ResultsError` where it can't be noted."""
-        note = {"name": name, "host": platform.node(), **_process(os.getpid())}
+        """Notes that this scan is about to download a file. Raises `ResultsError` where it can't be noted."""
+        note = {"name": name, "host": platform.node(), "scan": self._scan, **_process(os.getpid())}
         path = self._path(name)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(f".{os.getpid()}.tmp")
+            beside = path.with_suffix(f".{self._scan}.tmp")
             beside.write_text(json.dumps(note), "utf-8")
             os.replace(beside, path)
         except OSError as error:
@@ -45,7 +52,7 @@ class Claims:
             self._path(name).unlink()
 
     def orphans(self) -> Iterator[str]:
-        """Names of files whose claims are left of this process's earlier scans, or of dead processes here."""
+        """Names of files whose claims are left of scans that this process has ended, or of dead processes here."""
         for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
             try:
                 note = json.loads(path.read_text("utf-8"))
@@ -53,8 +60,13 @@ class Claims:
                 alive = {key: note[key] for key in ("pid", "since")} == _process(int(note["pid"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if host == platform.node() and (not alive or note["pid"] == os.getpid()):
+            ended = note["pid"] == os.getpid() and note.get("scan") not in _OPEN
+            if host == platform.node() and (not alive or ended):
                 yield name
+
+    def close(self) -> None:
+        """This scan has ended: what it has not forgotten are orphans."""
+        _OPEN.pop(self._scan, None)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"

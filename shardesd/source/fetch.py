@@ -114,7 +114,8 @@ class Fetcher:
                     self._changed.wait_for(lambda: self._closed or self._begin_next())
                     if self._closed:
                         return
-                    download = self._downloads[shard.name]
+                    # Another scan has brought it meanwhile, and may remove it again: for this one to decide anew.
+                    download = self._downloads.get(shard.name) or self._begin(shard)
                 path = download.result()
             with self._changed:
                 self._downloads.pop(shard.name, None)
@@ -142,5 +143,9 @@ class Fetcher:
             return False
         shard = self._shards[self._handed]
         if shard.name not in self._downloads and self._source.local(shard.name) is None:
-            self._downloads[shard.name] = _Download(self._source, shard, self._on_fetch, self._whole)
+            self._begin(shard)
         return True
+
+    def _begin(self, shard: ShardRef) -> _Download:
+        download = self._downloads[shard.name] = _Download(self._source, shard, self._on_fetch, self._whole)
+        return download

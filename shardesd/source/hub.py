@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ _log = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BRANCH = "main"
 _REQUEST_SECONDS = 15.0
+_EVICT_AGAIN_SECONDS = (0.05, 0.2, 1.0)
 
 
 def open_hub(address: HubAddress) -> HubSource:
@@ -165,25 +167,31 @@ class HubSource:
 
         Raises `SourceError` where huggingface_hub can't do that (before 1.33), or the cache can't be written.
         """
-        path = self.local(name)
-        held = scan_cache(self._repo_id)
-        if path is None:
-            return
-        try:
-            held.delete_files(
-                *(
-                    file
-                    for repo in held.repos
-                    if repo.repo_type == "model" and repo.repo_id == self._repo_id
-                    for revision in repo.revisions
-                    for file in revision.files
-                    if file.file_path == path
-                )
-            ).execute()
-        except OSError as error:
-            raise SourceError(f"'{path}' can't be removed: {error.strerror or error}") from error
-        if path.exists():
-            raise SourceError(f"'{path}' could not be removed from the Hub cache")
+        for wait in (*_EVICT_AGAIN_SECONDS, None):
+            path = self.local(name)
+            try:
+                held = scan_cache(self._repo_id)
+                if path is None:
+                    return
+                held.delete_files(
+                    *(
+                        file
+                        for repo in held.repos
+                        if repo.repo_type == "model" and repo.repo_id == self._repo_id
+                        for revision in repo.revisions
+                        for file in revision.files
+                        if file.file_path == path
+                    )
+                ).execute()
+                if not path.exists():
+                    return
+                why = "could not be removed from the Hub cache"
+            except OSError as error:
+                why = f"can't be removed: {error.strerror or error}"
+            # Another process that changes the cache at this moment makes huggingface_hub pass over a model.
+            if wait is not None:
+                time.sleep(wait)
+        raise SourceError(f"'{path or name}' {why}")
 
     def remove_unfinished(self, name: str) -> None:
         """Remove what killed downloads of a file's content have left in the Hub cache."""

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from checkpoints import command, random_weights, sharded
 from hub_server import Fault, HubServer, use_hub
 
 import shardesd
-from shardesd.errors import NoSpace
-from shardesd.source import open_source
+from shardesd import pipeline
+from shardesd.errors import NoSpace, NotFound
+from shardesd.records import ShardRef
+from shardesd.source import Fetcher, open_source
 
 hub_cache = pytest.importorskip("huggingface_hub.utils._cache_manager")
 pytestmark = pytest.mark.skipif(
@@ -67,7 +69,8 @@ def watched(cache: Path, but: set[str] = frozenset()) -> Iterator[list[int]]:  #
 
     def watch() -> None:
         while not over.is_set():
-            counts.append(len(on_disk(cache) - but))
+            with suppress(OSError):  # a folder that goes while it is listed
+                counts.append(len(on_disk(cache) - but))
             time.sleep(0.001)
 
     thread = threading.Thread(target=watch)
@@ -160,6 +163,46 @@ def test_killed_in_the_middle_and_run_again(hub: HubServer, folder: Path, tmp_pa
     downloads = Path(os.environ["XDG_CACHE_HOME"], "shardesd", "downloads")
     assert downloads.is_dir()
     assert not list(downloads.rglob("*.json"))
+
+
+@pytest.mark.parametrize("fetch", ["shards", "ranges"])
+@pytest.mark.parametrize("known", [False, True], ids=["", "known before"])
+def test_a_shard_that_another_scan_evicts_before_it_is_opened(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetch: str, known: bool
+) -> None:
+    cache = tmp_path / "hub-cache"
+    use_hub(monkeypatch, hub, cache)
+    hub.add("org/name", folder)
+    source = open_source("org/name")
+    gone = [f"model-{k:05}-of-00010.safetensors" for k in (1, 5, 10)]
+    for name in gone if known else gone[1:]:
+        source.path(name)
+
+    class Late(Fetcher):
+        def __iter__(self) -> Iterator[tuple[ShardRef, Path | None]]:
+            for shard, path in super().__iter__():
+                if path is not None and shard.name in gone:
+                    source.evict(shard.name)
+                    time.sleep(0.01)  # so that the next copy has another time
+                yield shard, path
+
+    local = shardesd.scan(folder, cache=False)
+    monkeypatch.setattr(pipeline, "Fetcher", Late)
+    result = shardesd.scan("org/name", fetch=fetch, cache=False)
+    assert result.layers["alpha"].to_list() == local.layers["alpha"].to_list()
+    assert {name: source.local(name) is None for name in gone} == dict.fromkeys(gone, fetch == "ranges")
+
+
+def test_a_file_that_is_gone_for_good_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Fetcher):
+        def __iter__(self) -> Iterator[tuple[ShardRef, Path | None]]:
+            for shard, path in super().__iter__():
+                (folder / "model-00005-of-00010.safetensors").unlink(missing_ok=True)
+                yield shard, path
+
+    monkeypatch.setattr(pipeline, "Fetcher", Late)
+    with pytest.raises(NotFound, match=r"model-00005-of-00010\.safetensors"):
+        shardesd.scan(folder)
 
 
 def test_a_limit_of_the_disk(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,21 @@ def test_closing_does_not_wait_for_a_download_that_hangs(monkeypatch: pytest.Mon
         started = time.monotonic()
     assert time.monotonic() - started < 1
     assert all(thread.daemon for thread in downloads())
+
+
+class _Meanwhile:
+    """A source whose one file is brought by somebody else between two looks."""
+
+    looks = 0
+
+    def local(self, name: str) -> Path | None:
+        self.looks += 1
+        return None if self.looks == 1 else Path(name)
+
+    def path(self, name: str, progress: object = None) -> Path:
+        return Path(name)
+
+
+def test_a_shard_that_another_process_brings_meanwhile() -> None:
+    ref = ShardRef(name="a")
+    assert list(fetch_in_order(_Meanwhile(), [ref], lambda event: None)) == [(ref, Path("a"))]  # type: ignore[arg-type]

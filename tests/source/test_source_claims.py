@@ -30,6 +30,9 @@ def test_claims_of_the_dead_and_of_earlier_scans(tmp_path: Path) -> None:
     other.communicate()
     assert list(claims.orphans()) == ["dead.safetensors"]
     claims.make("sub/mine.safetensors")
+    # Another scan of this process, which is under way, has not been left.
+    assert list(Claims(tmp_path, "hf://a", "cache").orphans()) == ["dead.safetensors"]
+    claims.close()
     assert sorted(claims.orphans()) == ["dead.safetensors", "sub/mine.safetensors"]
     assert list(Claims(tmp_path, "hf://b", "cache").orphans()) == []
     assert list(Claims(tmp_path, "hf://a", "other cache").orphans()) == []
@@ -47,6 +50,7 @@ def test_notes_of_another_machine_or_torn_ones_are_left_alone(tmp_path: Path) ->
     for content in (json.dumps({**note, "host": "elsewhere"}), "{", "[]", json.dumps({"name": "x"})):
         path.write_text(content)
         assert list(claims.orphans()) == []
+    claims.close()
     path.write_text(json.dumps({**note, "since": 1.0}))  # its number is another process's by now
     assert list(claims.orphans()) == ["x"]
 
