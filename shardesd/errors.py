@@ -130,5 +130,9 @@ class ResultsError(ShardesdError):
     """The output folder can't be written, or holds results that this run must not replace."""
 
 
+class MadeOtherwise(ResultsError):
+    """The output folder holds results of this model, finished or not, that were made with other options or weights."""
+
+
 class Held(ResultsError):
     """Another process is writing the same results at this moment."""

@@ -9,6 +9,7 @@ from shardesd.errors import (
     AccessDenied,
     AdapterError,
     CheckpointError,
+    MadeOtherwise,
     NoSpace,
     NotFound,
     NoWeights,
@@ -58,6 +59,7 @@ def _sorted(error: BaseException, out_of_memory: Callable[[Exception], bool], st
         (ShardChanged, "changed", "analysis"),
         (CheckpointError, "malformed", "checkpoint"),
         (AdapterError, "adapter", "adapter"),
+        (MadeOtherwise, "other_options", "results"),
         (ResultsError, "results", "results"),
         (OptionError, "bad_row", "list"),
     )

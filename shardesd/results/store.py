@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardesd.errors import ResultsError
+from shardesd.errors import MadeOtherwise, ResultsError
 from shardesd.options import FORMATS
 from shardesd.records import Row, StatsRow, may_pass
 from shardesd.results.files import (
@@ -242,10 +242,10 @@ class ModelStore:
             journal.close()
         if table:
             why = _difference(run["fingerprint"], fingerprint) if "fingerprint" in run else "without a record of how"
-            raise ResultsError(f"{table} was made {why}; {remedy}")
+            raise MadeOtherwise(f"{table} was made {why}; {remedy}")
         if journal is not None and journal.rows:
             why = _difference(journal.fingerprint, fingerprint)
-            raise ResultsError(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
+            raise MadeOtherwise(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
         return None
 
     def _resumed(self) -> Begun:

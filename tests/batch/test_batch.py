@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from checkpoints import command, one_file, random_weights
 from hub_server import Fault, HubServer, short_waits, use_hub
 
 import shardesd
-from shardesd.events import BatchEvent, ModelDone, ModelFailed, ModelStarted
+from shardesd.events import BatchEvent, ModelDone, ModelEvent, ModelFailed, ModelStarted
+from shardesd.records import RowDone, ScanStarted
 
 FAILED = {
     "org/gated": ("source", "access_denied"),
@@ -100,6 +103,10 @@ def started(events: list[BatchEvent]) -> list[str]:
     return [event.model for event in events if isinstance(event, ModelStarted)]
 
 
+def _is(event: BatchEvent, kind: type) -> bool:
+    return isinstance(event, ModelEvent) and isinstance(event.event, kind)
+
+
 def test_what_may_pass_is_tried_again_after_the_others(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +150,33 @@ def test_results_of_other_options_are_not_done(tmp_path: Path) -> None:
 def wholes(hub: HubServer) -> list[str]:
     """Paths of the shards that were asked for as a whole."""
     return [request.path for request in hub.requests("GET", "*.safetensors") if request.range is None]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_half_done_scan_of_other_options_is_kept_for_its_own_or_replaced(tmp_path: Path, overwrite: bool) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=40, size=200))
+    out, stop = tmp_path / "out", threading.Event()
+    rows: list[BatchEvent] = []
+
+    def stop_soon(event: BatchEvent) -> None:
+        if _is(event, RowDone):
+            rows.append(event)
+            if len(rows) == 5:
+                stop.set()
+                time.sleep(0.5)  # until the batch has seen it
+
+    list(shardesd.scan_many([str(folder)], out=out, on_event=stop_soon, stop=stop))
+    assert (out / "partial" / "model.jsonl").exists()
+    (failure,) = [e for e in batch([str(folder)], out, bins=50) if isinstance(e, ModelFailed)]
+    assert (failure.reason, failure.again_in) == ("other_options", None)
+    if overwrite:
+        assert started(batch([str(folder)], out, bins=50, overwrite=True)) == ["model"]
+        assert json.loads((out / "runs" / "model.json").read_text())["options"]["bins"] == 50
+    else:
+        (begun,) = [e.event for e in batch([str(folder)], out) if isinstance(e, ModelEvent) and _is(e, ScanStarted)]
+        assert isinstance(begun, ScanStarted)
+        assert begun.resumed > 0, "with its own options it goes on where it was"
+    assert pl.read_csv(out / "failed_models.csv").is_empty()
 
 
 def test_the_next_model_downloads_while_this_one_is_computed(
