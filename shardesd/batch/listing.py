@@ -21,6 +21,8 @@ NAME_COLUMNS = ("full_name", "model_id")
 """Of the columns that may hold the model, the first that has a value in a row counts."""
 OWN_COLUMNS = (*NAME_COLUMNS, "source_model", "base_model_relation", "revision")
 _DELIMITERS = ",;\t|"
+_LONGEST = 100_000
+"""Characters of a cell: Python's csv, which reads summary.csv again, takes little more."""
 _Cells = dict[str, str]
 
 
@@ -93,6 +95,11 @@ def _checked(records: Sequence[tuple[int, _Cells]], problems: list[Problem], bas
     for line, cells in records:
         columns |= {name: None for name in cells if name not in OWN_COLUMNS}
         name = next((cells[column] for column in NAME_COLUMNS if cells.get(column)), "")
+        longest = max(cells, key=lambda column: len(cells[column]), default="")
+        if longest and len(cells[longest]) > _LONGEST:
+            message = f"its cell '{longest}' has {len(cells[longest]):,} characters (at most {_LONGEST:,} are taken)"
+            problems.append(Problem(line=line, text=name[:200] or f"(line {line})", message=message))
+            continue
         if not name:
             problems.append(Problem(line=line, text=f"(line {line})", message="it names no model"))
             continue
@@ -138,6 +145,7 @@ def _csv(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[int
     if delimiter is None:
         raise _no_column(path, next(csv.reader([head]), []))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    last = sum(1 for _ in io.StringIO(text, newline=""))
     names: list[str] | None = None
     line = 1
     while True:
@@ -148,6 +156,11 @@ def _csv(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[int
             values = []
         if values is None:
             return
+        if line < reader.line_num == last and _unclosed(text, line, delimiter):
+            # csv takes the rest of the file for one cell: the models in it would be lost without a word.
+            message = f"a quotation mark opens here that nothing closes: all from here to line {reader.line_num} is lost"
+            problems.append(Problem(line=line, text=f"(line {line})", message=message))
+            return
         if any(value.strip() for value in values):
             if names is None:
                 names = _unique([_column(value) for value in values], path)
@@ -155,9 +168,21 @@ def _csv(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[int
                 message = f"it has {len(values)} cells where there are {len(names)} columns"
                 problems.append(Problem(line=line, text=values[0].strip() or f"(line {line})", message=message))
             else:
-                cells = (value.strip() for value in values)
+                cells = (_cell(value) for value in values)
                 yield line, {name: cell for name, cell in zip(names, cells, strict=False) if name}
         line = reader.line_num + 1
+
+
+def _unclosed(text: str, line: int, delimiter: str) -> bool:
+    """Whether the record that begins at a line has a quoted cell that the end of the file cuts off."""
+    rest = io.StringIO(text, newline="")
+    for _ in range(line - 1):
+        rest.readline()
+    try:
+        next(csv.reader(rest, delimiter=delimiter, strict=True), None)
+    except csv.Error as error:
+        return "end of data" in str(error)
+    return False
 
 
 def _parquet(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[int, _Cells]]:
@@ -197,7 +222,7 @@ def _text(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[in
 
 
 def _column(name: str) -> str:
-    return re.sub(r"[\s-]+", "_", name.strip().lstrip("\ufeff")).lower() if _known(name) else name.strip()
+    return re.sub(r"[\s-]+", "_", name.strip().lstrip("\ufeff")).lower() if _known(name) else _writable(name)
 
 
 def _known(name: str) -> bool:
@@ -218,7 +243,13 @@ def _unique(names: list[str], path: Path) -> list[str]:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return str(value).lower() if isinstance(value, bool) else str(value).strip()
+    return str(value).lower() if isinstance(value, bool) else _writable(str(value))
+
+
+def _writable(text: str) -> str:
+    """A cell's text as every table can hold it: no bare carriage returns and NULs, which csv writes and can't read,
+    and no halves of surrogate pairs."""
+    return re.sub(r"\r\n?", "\n", text.replace("\0", "")).strip().encode("utf-8", "backslashreplace").decode()
 
 
 def _no_column(path: Path, found: Iterable[str]) -> ListError:

@@ -80,16 +80,14 @@ def identified(
     extra: Mapping[str, str] | None = None,
     beside: Path | None = None,
 ) -> ListRow:
-    """The row for what a list calls `text`. A relative path may also be relative to the folder `beside`.
+    """The row for what a list calls `text`. Relative paths may also be relative to the folder `beside`.
 
     What exists locally wins over a model of the same name, as for `scan`. Raises `NotFound` for a malformed id and
     `OptionError` for a revision that can't be.
     """
-    model, model_id = text, ""
-    path = Path(os.path.expanduser(text))
-    if beside is not None and not path.is_absolute() and not os.path.lexists(path) and looks_like_path(text):
-        path = beside / path
-        model = str(path)
+    model_id = ""
+    model = _beside(text, beside)
+    path = Path(os.path.expanduser(model))
     if not text.startswith("hf://") and (os.path.lexists(path) or looks_like_path(text)):
         if revision is not None:
             raise OptionError(f"revision '{revision}' can't be used with the local path '{text}'")
@@ -111,11 +109,21 @@ def identified(
         model=model,
         model_id=model_id,
         revision=revision,
-        source_model=source_model,
+        source_model=source_model and _beside(source_model, beside),
         relation=relation,
         extra=extra or {},
         line=line,
     )
+
+
+def _beside(text: str, folder: Path | None) -> str:
+    """A relative path that isn't here, by the list's own folder; any other text as it is."""
+    path = Path(os.path.expanduser(text))
+    meant = looks_like_path(text) and "://" not in text
+    if folder is None or not meant or path.is_absolute() or os.path.lexists(path):
+        return text
+    # Absolute: without its leading dot a path that isn't there could be taken for a model on the Hub.
+    return os.path.abspath(folder / path)
 
 
 def _folder_id(folder: Path) -> str:

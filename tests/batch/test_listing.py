@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 from pathlib import Path
 
 import polars as pl
@@ -97,10 +98,42 @@ def test_two_folders_of_one_name_would_share_their_results(tmp_path: Path) -> No
     assert [problem.repeats for problem in found.problems] == [False, True]
 
 
-def test_paths_may_be_relative_to_the_list(tmp_path: Path) -> None:
+def test_a_quotation_mark_that_nothing_closes_is_said(tmp_path: Path) -> None:
+    found = listed(tmp_path, 'model_id,note\norg/one,"a\nb"\norg/two,"c\norg/three,\norg/four,\n')
+    assert [row.model_id for row in found.rows] == ["org/one"]
+    (problem,) = found.problems
+    assert (problem.line, problem.repeats) == (4, False)
+    assert "to line 6 is lost" in problem.message
+    whole = listed(tmp_path, 'model_id,note\norg/one,"a\nb" \n')
+    assert (len(whole.rows), whole.problems) == (1, ())
+
+
+def test_cells_that_csv_could_not_read_again(tmp_path: Path) -> None:
+    lines = [
+        {"model_id": "org/one", "note": "a\rb\r\nc\0d", "bad\rname": "x"},
+        {"model_id": "org/two", "card": "x" * 200_000},
+        {"model_id": "org/three", "note": "\udc80"},
+    ]
+    found = listed(tmp_path, "".join(json.dumps(line) + "\n" for line in lines), "models.jsonl")
+    assert [dict(row.extra) for row in found.rows] == [{"note": "a\nb\ncd", "bad\nname": "x"}, {"note": "\\udc80"}]
+    assert [(problem.line, problem.text) for problem in found.problems] == [(2, "org/two")]
+    assert "'card' has 200,000 characters" in found.problems[0].message
+
+
+def test_paths_may_be_relative_to_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lists" / "model").mkdir(parents=True)
-    (tmp_path / "lists" / "models.txt").write_text("./model\n")
-    assert read_list(tmp_path / "lists" / "models.txt").rows[0].model_id == "model"
+    text = "model_id,source_model,base_model_relation\n./model,./base,lora\n./nothing,,\nhf://org/two@dev,,\n"
+    (tmp_path / "lists" / "models.csv").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    model, nothing, remote = read_list("lists/models.csv").rows
+    assert (model.model_id, model.model) == ("model", str(tmp_path / "lists" / "model"))
+    assert model.base == str(tmp_path / "lists" / "base")
+    assert (remote.model, remote.on_hub) == ("hf://org/two@dev", True)
+    # A folder that isn't there is no model on the Hub that happens to have its name.
+    assert not nothing.on_hub
+    monkeypatch.chdir(tmp_path / "lists")
+    (nothing,) = [row for row in read_list("models.csv").rows if row.model_id == "nothing"]
+    assert not nothing.on_hub
 
 
 @pytest.mark.parametrize(
