@@ -16,7 +16,7 @@ class BatchStarted:
     """The plan is made, and the work begins."""
 
     models: int
-    """In the list, without repetitions, what earlier runs have done included."""
+    """In the list, without repetitions; what earlier runs have done and lines that name no model included."""
     done: int
     """Done by earlier runs."""
     failed: int

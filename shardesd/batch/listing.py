@@ -158,7 +158,7 @@ def _csv(data: bytes, path: Path, problems: list[Problem]) -> Iterator[tuple[int
             return
         if line < reader.line_num == last and _unclosed(text, line, delimiter):
             # csv takes the rest of the file for one cell: the models in it would be lost without a word.
-            message = f"a quotation mark opens here that nothing closes: all from here to line {reader.line_num} is lost"
+            message = f"nothing closes a quotation mark: all from here to line {reader.line_num} is lost"
             problems.append(Problem(line=line, text=f"(line {line})", message=message))
             return
         if any(value.strip() for value in values):

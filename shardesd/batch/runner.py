@@ -138,7 +138,8 @@ class Batch:
 
     def _settle(self, plan: Plan) -> Iterator[ListRow]:
         """Notes what the plan has found out, and makes jobs of the rest; gives what is done."""
-        self._counts["failed"] += self._ledger.note_problems(self.models.problems)
+        lost = self._ledger.note_problems(self.models.problems)
+        self._counts["failed"] += lost
         earlier = self._ledger.failures()
         total = plan.left_bytes
         jobs: list[Job] = []
@@ -148,19 +149,17 @@ class Batch:
                 before = earlier.get(row.key)
                 jobs.append(Job(planned, len(jobs), known_attempts=before.attempts if before else 0))
             elif planned.state != "done":
-                assert planned.failure is not None
-                if planned.state == "impossible":
-                    self._ledger.note_found(row, planned.failure)
                 self._counts["failed"] += 1
         done = [planned for planned in plan.models if planned.state == "done"]
         self._ledger.note_done([planned.row for planned in done])
         self._jobs = jobs
-        for planned in plan.models:
-            if planned.state == "impossible" and planned.failure:
-                self._emit(_failed(planned.row, planned.failure))
+        found = [(model.row, model.failure) for model in plan.models if model.state == "impossible" and model.failure]
+        self._ledger.note_found(found)
+        for row, failure in found:
+            self._emit(_failed(row, failure))
         self._emit(
             BatchStarted(
-                models=len(plan.models),
+                models=len(plan.models) + lost,
                 done=len(done),
                 failed=self._counts["failed"],
                 left=len(jobs),

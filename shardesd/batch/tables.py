@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -34,7 +33,10 @@ class Ledger:
         keys: list[_Key] = [row.key for row in models.rows]
         lost: list[_Key] = [(problem.text, None) for problem in models.problems if not problem.repeats]
         self._places = {key: number for number, key in enumerate([*keys, *lost])}
-        self._columns = (RELATION, *models.columns)
+        self._models = {row.key for row in models.rows}
+        # A list's own column never takes the place of what a scan has found.
+        self._names = {name: f"list_{name}" if name in SUMMARY_COLUMNS else name for name in models.columns}
+        self._columns = (RELATION, *self._names.values())
 
     def failures(self) -> dict[_Key, Failure]:
         """Every failure so far, of all processes and runs."""
@@ -42,18 +44,29 @@ class Ledger:
 
     def note_failure(self, row: ListRow, failure: Failure) -> Failure:
         """Notes a failed attempt; gives it with the count of all attempts so far."""
-        return self._put(row.key, failure)
+        cells: Cells = {}
 
-    def note_found(self, row: ListRow, failure: Failure) -> None:
-        """Notes a failure that comes of the plan and not of an attempt: once, however often it is found again."""
-        self._state(row.key, failure)
+        def change(found: list[Cells]) -> list[Cells]:
+            nonlocal cells
+            before = next((_failure(other) for other in found if _key(other) == row.key), None)
+            cells = _again(row.key, failure, before)
+            return self._arranged([*(other for other in found if _key(other) != row.key), cells])
+
+        edit_table(self._failed, FAILED_COLUMNS, change)
+        return _failure(cells)
+
+    def note_found(self, found: Iterable[tuple[ListRow, Failure]]) -> None:
+        """Notes failures that come of the plan and not of an attempt: once, however often they are found again."""
+        self._state({row.key: failure for row, failure in found})
 
     def note_problems(self, problems: Iterable[Problem]) -> int:
-        """Notes the lines of the list that name no model; gives their number."""
+        """Notes the lines of the list that name no model, and forgets those that it has no more; gives their number."""
         lost = [problem for problem in problems if not problem.repeats]
+        told: dict[_Key, Failure] = {}
         for problem in lost:
             failure = Failure(stage="list", reason="bad_row", message=f"line {problem.line}: {problem.message}")
-            self._state((problem.text, None), failure)
+            told.setdefault((problem.text, None), failure)
+        self._state(told, kept=lambda cells: cells["reason"] != "bad_row" or _key(cells) in self._models | told.keys())
         return len(lost)
 
     def note_done(self, rows: Iterable[ListRow]) -> None:
@@ -64,7 +77,8 @@ class Ledger:
             edit_table(self._failed, FAILED_COLUMNS, lambda found: [row for row in found if _key(row) not in done])
         told: dict[_Key, Cells] = {}
         for row in rows:
-            cells = {**row.extra, RELATION: row.relation or "", "source_model": row.source_model or ""}
+            cells = {self._names[name]: value for name, value in row.extra.items()}
+            cells |= {RELATION: row.relation or "", "source_model": row.source_model or ""}
             if any(cells.values()):
                 told[row.key] = {name: value for name, value in cells.items() if value}
         if told:
@@ -87,33 +101,20 @@ class Ledger:
                         os.unlink(entry.path)
         return [path for path in (self._summary, self._failed) if path.exists()]
 
-    def _state(self, key: _Key, failure: Failure) -> None:
-        before = self.failures().get(key)
-        if before is None or (before.reason, before.message) != (failure.reason, failure.message):
-            self._put(key, failure)
-
-    def _put(self, key: _Key, failure: Failure) -> Failure:
-        noted = failure
+    def _state(self, told: Mapping[_Key, Failure], kept: Callable[[Cells], bool] = lambda cells: True) -> None:
+        """Puts all of them into the table in one step (a list may have thousands), but those that it has already."""
 
         def change(found: list[Cells]) -> list[Cells]:
-            nonlocal noted
-            before = next((_failure(cells).attempts for cells in found if _key(cells) == key), 0)
-            noted = replace(failure, attempts=before + failure.attempts)
-            cells = {
-                "model_id": key[0],
-                "revision": key[1] or "",
-                "stage": noted.stage,
-                "reason": noted.reason,
-                "message": noted.message,
-                "attempts": str(noted.attempts),
-                "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            }
-            return self._arranged([*(other for other in found if _key(other) != key), cells])
+            known = {_key(cells): cells for cells in found if kept(cells)}
+            for key, failure in told.items():
+                before = _failure(known[key]) if key in known else None
+                if before is None or (before.reason, before.message) != (failure.reason, failure.message):
+                    known[key] = _again(key, failure, before)
+            return self._arranged(known.values())
 
         edit_table(self._failed, FAILED_COLUMNS, change)
-        return noted
 
-    def _arranged(self, found: list[Cells]) -> list[Cells]:
+    def _arranged(self, found: Iterable[Cells]) -> list[Cells]:
         last = len(self._places)
         return sorted(found, key=lambda cells: (self._places.get(_key(cells), last), _key(cells)[0], cells["revision"]))
 
@@ -130,6 +131,19 @@ def _joined(cells: Cells, told: Mapping[str, str]) -> Cells:
 
 def _key(cells: Mapping[str, str]) -> _Key:
     return cells.get("model_id", ""), cells.get("revision") or None
+
+
+def _again(key: _Key, failure: Failure, before: Failure | None) -> Cells:
+    """A failure's row, with the attempts so far."""
+    return {
+        "model_id": key[0],
+        "revision": key[1] or "",
+        "stage": failure.stage,
+        "reason": failure.reason,
+        "message": failure.message,
+        "attempts": str(failure.attempts + (before.attempts if before else 0)),
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
 
 
 def _failure(cells: Mapping[str, str]) -> Failure:

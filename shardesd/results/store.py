@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardesd.errors import MadeOtherwise, ResultsError
+from shardesd.errors import MadeOtherwise
 from shardesd.options import FORMATS
 from shardesd.records import Row, StatsRow, may_pass
 from shardesd.results.files import (

@@ -16,8 +16,10 @@ from checkpoints import command, one_file, random_weights
 from hub_server import Fault, HubServer, short_waits, use_hub
 
 import shardesd
-from shardesd.events import BatchEvent, ModelDone, ModelEvent, ModelFailed, ModelStarted
+from shardesd.batch import tables
+from shardesd.events import BatchEvent, BatchStarted, ModelDone, ModelEvent, ModelFailed, ModelStarted
 from shardesd.records import RowDone, ScanStarted
+from shardesd.results import edit_table
 
 FAILED = {
     "org/gated": ("source", "access_denied"),
@@ -177,6 +179,38 @@ def test_a_half_done_scan_of_other_options_is_kept_for_its_own_or_replaced(tmp_p
         assert isinstance(begun, ScanStarted)
         assert begun.resumed > 0, "with its own options it goes on where it was"
     assert pl.read_csv(out / "failed_models.csv").is_empty()
+
+
+def test_a_list_s_columns_never_replace_what_a_scan_has_found(tmp_path: Path) -> None:
+    folder = one_file(tmp_path / "model", random_weights())
+    (tmp_path / "models.csv").write_text(f"full_name,seconds,num_layers,likes\n{folder},-1,999,5\n")
+    batch(tmp_path / "models.csv", tmp_path / "out")
+    row = pl.read_csv(tmp_path / "out" / "summary.csv").row(0, named=True)
+    assert (row["num_layers"], row["list_num_layers"], row["list_seconds"], row["likes"]) == (6, 999, -1, 5)
+    assert row["seconds"] > 0
+
+
+def test_bad_lines_are_noted_once_and_only_while_the_list_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = one_file(tmp_path / "model", random_weights())
+    edits: list[Path] = []
+    monkeypatch.setattr(tables, "edit_table", lambda path, *a, **k: edits.append(path) or edit_table(path, *a, **k))
+    listed, out = tmp_path / "models.csv", tmp_path / "out"
+    bad = "".join(f"org/b {i},\n" for i in [*range(40), 0, 0])
+    gone = "".join(f"{tmp_path}/gone/m{i},\n" for i in range(40))
+    listed.write_text(f"model_id,x\n{bad}{gone}{folder},\n")
+    events = batch(listed, out)
+    assert len(edits) < 10, "the table is written for all of them together: there may be thousands"
+    (begun,) = [event for event in events if isinstance(event, BatchStarted)]
+    assert (begun.models, begun.failed, begun.left) == (83, 82, 1)
+    noted = (out / "failed_models.csv").read_bytes()
+    assert pl.read_csv(out / "failed_models.csv")["attempts"].to_list() == [1] * 80
+    batch(listed, out)
+    assert (out / "failed_models.csv").read_bytes() == noted
+    listed.write_text(f"model_id,x\n{gone}{folder},\n")
+    batch(listed, out)
+    assert pl.read_csv(out / "failed_models.csv")["reason"].to_list() == ["not_found"] * 40
 
 
 def test_the_next_model_downloads_while_this_one_is_computed(
