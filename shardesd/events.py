@@ -7,6 +7,7 @@ from typing import Literal
 
 from shardesd.records import Event, Notice
 
+JobState = Literal["done", "failed", "killed", "timeout"]
 GpuState = Literal["ours", "free", "waiting", "busy", "gone"]
 """In use by us; free and not needed; not free for long enough yet; in use by others; not to be seen any more."""
 
@@ -108,7 +109,7 @@ class JobStarted:
 class JobEnded:
     number: int
     command: str
-    state: Literal["done", "failed", "killed", "timeout"]
+    state: JobState
     """``killed``: by a signal that did not come from us."""
     exit_code: int
     """The command's; minus the signal's number where one ended it."""

@@ -17,9 +17,10 @@ from hub_server import wait_until
 import shardesd.commands
 from shardesd.commands import Commands, Counts, read_commands
 from shardesd.engine import Neighbours, visible_gpus
-from shardesd.errors import Held, ListError
+from shardesd.errors import Held, ListError, NoSpace, OptionError
 from shardesd.events import JobEnded, JobStarted
 from shardesd.options import GpuOptions
+from shardesd.records import Notice
 
 
 def table(out: Path) -> list[dict[str, str]]:
@@ -82,6 +83,77 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
     with pytest.raises(Held, match="is running commands"):
         Commands(lines, tmp_path / "out", gpu=GpuOptions()).run()
     lock.release()
+
+
+def test_logs_and_exit_codes_of_other_lists_are_kept(tmp_path: Path) -> None:
+    Commands(["echo a", "echo b; exit 3"], tmp_path, gpu=GpuOptions()).run()
+    Commands(["echo c", "echo b; exit 3"], tmp_path, gpu=GpuOptions()).run()
+    rows = table(tmp_path)
+    assert [(row["number"], row["command"], row["exit_code"]) for row in rows] == [
+        ("1", "echo c", "0"),
+        ("2", "echo b; exit 3", "3"),
+        ("", "echo a", "0"),
+    ]
+    assert [(tmp_path / row["log"]).read_text() for row in rows] == ["c\n", "b\n", "a\n"]
+    assert Commands(["x() { echo d; }; x", "echo a"], tmp_path, gpu=GpuOptions()).run().before == 1
+    assert [(tmp_path / row["log"]).read_text() for row in table(tmp_path)] == ["d\n", "a\n", "c\n", "b\n"]
+
+
+def test_what_still_runs_after_a_kill_is_not_started_twice(tmp_path: Path) -> None:
+    mark, go = tmp_path / "mark", tmp_path / "go"
+    wait = f"echo x >> {mark}; while [ ! -e {go} ]; do sleep 0.05; done >/dev/null; echo y >> {mark}"
+    (tmp_path / "commands.txt").write_text(f"{wait}\necho z >> {mark}\n")
+    arguments = command("run", tmp_path / "commands.txt", "--out", tmp_path / "out")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.Popen(arguments, env=environment, stderr=subprocess.DEVNULL)
+    assert wait_until(mark.exists, 20)
+    first.kill()
+    first.wait()
+    again = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
+    assert wait_until(lambda: "z" in mark.read_text(), 20)
+    go.touch()
+    _, stderr = again.communicate(timeout=20)
+    assert again.returncode == 0, stderr
+    assert "command 1 still runs since an earlier run" in stderr
+    assert mark.read_text().split() == ["x", "z", "y", "x", "y"]
+
+
+def test_what_cannot_be_started_fails_by_itself(tmp_path: Path) -> None:
+    assert Commands(["echo \0", "echo fine"], tmp_path, gpu=GpuOptions()).run() == Counts(1, 1, 0)
+    (failed, _) = table(tmp_path)
+    assert (failed["state"], failed["exit_code"]) == ("failed", "126")
+    assert "can't be started" in (tmp_path / failed["log"]).read_text()
+    (tmp_path / "long.txt").write_text("echo a\x0cb\u2028c\n" + "x" * 200_000)
+    with pytest.raises(ListError, match="line 2: a command of 200,000 characters"):
+        read_commands(tmp_path / "long.txt")
+    (tmp_path / "one.txt").write_text("echo a\x0cb\u2028c\n")
+    assert read_commands(tmp_path / "one.txt") == ["echo a\x0cb\u2028c"]
+    for seconds in (0.0, -1.0, float("nan")):
+        with pytest.raises(OptionError, match="--timeout"):
+            Commands([], tmp_path, gpu=GpuOptions(), timeout=seconds)
+
+
+def test_a_full_disk_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = tmp_path / "full"
+    real = shardesd.commands.atomic
+
+    def atomic(path: Path) -> object:
+        if full.exists():
+            raise NoSpace("no space left")
+        return real(path)
+
+    monkeypatch.setattr(shardesd.commands, "atomic", atomic)
+    lines = [f"touch {full}; sleep 1; rm {full}", f"until [ -e {full} ]; do sleep 0.05; done; exit 5", "echo fine"]
+    events: list[object] = []
+    work = Commands(lines, tmp_path / "out", gpu=GpuOptions(), workers=2, on_event=events.append)
+    assert work.run() == Counts(2, 1, 0)
+    assert [row["state"] for row in table(tmp_path / "out")] == ["done", "failed", "done"]
+    assert [str(event.message) for event in events if isinstance(event, Notice)] == [
+        "no space left; until then no more commands are started"
+    ]
+    full.touch()
+    with pytest.raises(NoSpace):
+        Commands(["echo other"], tmp_path / "out", gpu=GpuOptions()).run()
 
 
 def test_gpus_are_dealt_out_by_the_rules(tmp_path: Path) -> None:
