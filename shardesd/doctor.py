@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -184,15 +185,16 @@ def _solve(device: str) -> tuple[float, float]:
 
 
 def _output(out: Path) -> Iterator[Finding]:
-    there = out.exists()
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         make_folders([out])
     except ResultsError as error:
         yield Finding(name="output", grade="bad", found=str(error), remedy="choose another --out")
         return
     free = shutil.disk_usage(out).free
-    if not there:
-        out.rmdir()
+    with suppress(OSError):  # another process has begun to use it
+        for folder in new:
+            folder.rmdir()
     yield Finding(name="output", grade="ok", found=f"{out} can be written, {free / 1e9:.1f} GB free")
 
 

@@ -45,15 +45,15 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_says_of_a_healthy_machine(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with HubServer() as hub:
         use_hub(monkeypatch, hub, tmp_path / "cache")
-        result = cli("doctor", "--out", tmp_path / "out")
+        result = cli("doctor", "--out", tmp_path / "new" / "out")
     assert result.exit_code == 0
-    said = result.stdout.replace(str(tmp_path / "out"), "OUT").replace(str(tmp_path / "cache"), "CACHE")
+    said = result.stdout.replace(str(tmp_path / "new" / "out"), "OUT").replace(str(tmp_path / "cache"), "CACHE")
     said = re.sub(r"http://[\d.:]+", "URL", said)
     said = re.sub(
         r"(?<=[ (])\d+[\w.+]*|(?<=Linux )\w+", lambda m: "X" if m[0][0].isalpha() or "_" in m[0] else "N", said
     )
     assert said == GOLDEN
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def by_name(tmp_path: Path) -> dict[str, Finding]:

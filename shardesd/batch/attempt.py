@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,9 +17,22 @@ from shardesd.engine import Engine
 from shardesd.errors import Held
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.records import Event, Notice, ScanFinished, ScanStarted
+from shardesd.results import ModelStore, find_finished
 from shardesd.scanner import scan
 
 _log = logging.getLogger(__name__)
+
+
+def as_asked(row: ListRow, output: OutputOptions) -> None:
+    """Writes a finished model's table in the format that is asked for, where it is there only in another; asks no
+    server. Raises `ResultsError` and `NoSpace`."""
+    store = ModelStore(output.out, row.model_id, row.revision, output.format, show_skipped=output.show_skipped)
+    if store.table_path.exists() and not output.show_skipped:
+        return
+    finished = find_finished(store.out, row.model_id, row.revision)
+    with suppress(Held), store:  # whoever holds it does the same
+        if finished is not None:
+            store.begin(finished.fingerprint, overwrite=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ def configuration(out: Path, gpu: GpuOptions, workers: int | None) -> tuple[GpuO
         found = json.loads((out / CONFIG).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"it can't be read: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("it is no JSON object")

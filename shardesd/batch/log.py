@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def log_file(out: Path, level: str, name: str = "batch") -> Iterator[Callable[[B
     make_folders([out / "logs"])
     host = re.sub(r"[^A-Za-z0-9.-]", "_", platform.node()) or "host"
     path = out / "logs" / f"{name}-{datetime.now():%Y%m%d-%H%M%S}-{host}-{os.getpid()}.log"
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace", delay=True)
+    handler = _Unfailing(path, encoding="utf-8", errors="backslashreplace", delay=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(message)s"))
     logger = logging.getLogger("shardesd")
     before = logger.level
@@ -54,6 +54,17 @@ def log_file(out: Path, level: str, name: str = "batch") -> Iterator[Callable[[B
         logger.removeHandler(handler)
         logger.setLevel(before)
         handler.close()
+
+
+class _Unfailing(logging.FileHandler):
+    """A full disk costs the log its lines; nothing of it comes onto the screen, where an error of its own stands."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def _note(event: BatchEvent) -> None:

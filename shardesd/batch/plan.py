@@ -91,6 +91,13 @@ def _wanted(row: ListRow, options: BatchOptions) -> bool:
     return not options.only or any(fnmatchcase(name, glob) for name in names for glob in options.only)
 
 
+def unmet(models: ModelList, options: BatchOptions) -> list[str]:
+    """The globs of ``--only`` that no model of the list matches."""
+    return [
+        glob for glob in options.only if not any(_wanted(row, replace(options, only=(glob,))) for row in models.rows)
+    ]
+
+
 def make_plan(
     rows: Sequence[ListRow],
     out: Path,

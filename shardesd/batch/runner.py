@@ -7,14 +7,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from shardesd import spectra
 from shardesd.batch.ahead import Ahead
-from shardesd.batch.attempt import attempt
+from shardesd.batch.attempt import as_asked, attempt
 from shardesd.batch.claims import Claim, Claims
 from shardesd.batch.control import Metrics, read_config
 from shardesd.batch.devices import shared_engine
@@ -88,7 +88,7 @@ class Batch:
             stop=self.stop,
         )
 
-    def run(self, plan: Plan | None = None) -> Iterator[ListRow]:
+    def run(self, plan: Plan | None = None) -> Generator[ListRow, None, None]:
         """The models that are done, as they are: those of earlier runs first. Closing it stops the work.
 
         Raises `ResultsError` where the output folder can't be written.
@@ -169,6 +169,7 @@ class Batch:
             )
         )
         for planned in done:
+            as_asked(planned.row, self.output)
             self._counts["done"] += 1
             self._counts["failed_rows"] += bool(planned.failed_rows)
             yield planned.row

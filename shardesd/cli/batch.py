@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -51,7 +52,7 @@ from shardesd.cli.arguments import (
     Thresh,
     Verbose,
 )
-from shardesd.cli.session import errors, interruptible, on_hangup
+from shardesd.cli.session import at_once, errors, interruptible, on_hangup
 from shardesd.options import (
     BatchOptions,
     GpuOptions,
@@ -195,8 +196,9 @@ def _dry_run(listed: ModelList, output: OutputOptions, options: ScanOptions, how
     from shardesd.batch import Batch
     from shardesd.show import plan_lines
 
-    _say_problems(listed)
-    plan = Batch(listed, output=output, scan=options, batch=how).plan()
+    _say_problems(listed, how)
+    with at_once():
+        plan = Batch(listed, output=output, scan=options, batch=how).plan()
     rows = []
     for model in plan.models:
         kind = "adapter" if model.adapter else ""
@@ -211,9 +213,13 @@ def _hopeless(plan: Plan) -> bool:
     return plan.count("failed", "impossible") > 0
 
 
-def _say_problems(listed: ModelList) -> None:
+def _say_problems(listed: ModelList, how: BatchOptions) -> None:
+    from shardesd.batch import unmet
+
     for problem in listed.problems:
         typer.echo(f"{'note' if problem.repeats else 'left out'}: {problem}", err=True)
+    for glob in unmet(listed, how):
+        typer.echo(f"note: --only '{glob}' matches no model of the list", err=True)
 
 
 def _run(
@@ -236,7 +242,7 @@ def _run(
 
     finished: list[BatchFinished] = []
     if not quiet:
-        _say_problems(listed)
+        _say_problems(listed, how)
     with (
         log_file(Path(output.out), log_level) as log,
         batch_display(quiet=quiet, verbose=verbose) as show,
@@ -250,8 +256,9 @@ def _run(
             show(event)
 
         work = Batch(listed, output=output, scan=options, batch=how, on_event=listen, stop=stop)
-        with on_hangup(work.reconfigure):
-            for row in work.run():
+        # Whoever reads stdout may leave (`head`, say): then the work stops, and what is left is told.
+        with on_hangup(work.reconfigure), suppress(BrokenPipeError), closing(work.run()) as rows:
+            for row in rows:
                 if json:
                     result = load_result(work.out, row.model_id, row.revision)
                     typer.echo(dumps(result.summary))

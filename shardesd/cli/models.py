@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardesd.cli.arguments import Quiet, Verbose
-from shardesd.cli.session import errors
+from shardesd.cli.session import at_once, errors
 
 if TYPE_CHECKING:
     from shardesd.batch import ListRow, ModelList
@@ -109,9 +109,10 @@ def check(
         for problem in listed.problems:
             typer.echo(f"{'note' if problem.repeats else 'wrong'}: {problem}")
             wrong += not problem.repeats
-        for row, why in unreachable(listed) if reach else ():
-            typer.echo(f"wrong: line {row.line}: {why}")
-            wrong += 1
+        with at_once():
+            for row, why in unreachable(listed) if reach else ():
+                typer.echo(f"wrong: line {row.line}: {why}")
+                wrong += 1
         adapters = sum(row.base is not None for row in listed.rows)
         extra = f", columns of its own: {', '.join(listed.columns)}" if listed.columns else ""
         typer.echo(f"{len(listed.rows)} models, {adapters} of them adapters, {wrong} wrong{extra}")
@@ -124,7 +125,8 @@ def _filled(listed: ModelList) -> ModelList:
     def failed(row: ListRow, error: ShardesdError) -> None:
         typer.echo(f"note: not filled: {error}", err=True)
 
-    return filled(listed, failed)
+    with at_once():
+        return filled(listed, failed)
 
 
 def _end(listed: ModelList, to: str, quiet: bool) -> None:

@@ -71,6 +71,22 @@ def interruptible(
 
 
 @contextmanager
+def at_once() -> Iterator[None]:
+    """Ctrl-C ends the process at once, where nothing is written: its threads may wait for a server for long."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        with suppress(OSError):
+            os.write(2, b"error: interrupted\n")
+        os._exit(128 + number)
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
 def on_hangup(action: Callable[[], None]) -> Iterator[None]:
     """`action` in a thread of its own whenever SIGHUP comes, where the system has it."""
     hangup = getattr(signal, "SIGHUP", None)

@@ -11,6 +11,8 @@ from shardesd.show.columns import FAILED_STYLE
 from shardesd.show.live import MOST_WIDTH
 from shardesd.show.text import bar, clock, count, fit, printable, shorten, size, size_of
 
+_STARTS = 5.0
+"""Seconds that the first model may take to begin."""
 _GPU_STYLE = {"ours": "green", "busy": "yellow", "gone": FAILED_STYLE}
 
 
@@ -103,6 +105,8 @@ def _gpus(gpus: tuple[Gpu, ...], width: int) -> list[Text]:
 def _idle(view: BatchView) -> str:
     if view.gpus and not any(gpu.state == "ours" for gpu in view.gpus):
         return "waiting for a free GPU"
+    if view.left and view.elapsed < _STARTS and not view.waiting:
+        return "starting …"
     if view.left:
         return "waiting for other processes, or for what is to be tried again"
     return "putting everything away"

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
+import socket
 import subprocess
 import threading
 import time
@@ -12,13 +16,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 from batch_models import ADAPTERS, fill
-from checkpoints import command, one_file, random_weights
+from checkpoints import cli, command, one_file, random_weights
 from hub_server import Fault, HubServer, short_waits, use_hub
 
 import shardesd
-from shardesd.batch import tables
+from shardesd.batch import log_file, tables
 from shardesd.events import BatchEvent, BatchStarted, ModelDone, ModelEvent, ModelFailed, ModelStarted
-from shardesd.records import RowDone, ScanStarted
+from shardesd.records import Notice, RowDone, ScanStarted
 from shardesd.results import edit_table
 
 FAILED = {
@@ -211,6 +215,79 @@ def test_bad_lines_are_noted_once_and_only_while_the_list_has_them(
     listed.write_text(f"model_id,x\n{gone}{folder},\n")
     batch(listed, out)
     assert pl.read_csv(out / "failed_models.csv")["reason"].to_list() == ["not_found"] * 40
+
+
+def test_what_is_done_is_written_in_the_format_that_is_asked_for(hub: HubServer, tmp_path: Path) -> None:
+    hub.add("org/m", one_file(tmp_path / "m", random_weights(size=16)))
+    (tmp_path / "models.csv").write_text("model_id\norg/m\n")
+    run(hub, tmp_path)
+    requests = len(hub.log)
+    assert run(hub, tmp_path, "--format", "parquet", "--show-skipped").returncode == 0
+    models = tmp_path / "results" / "models"
+    table, before = pl.read_parquet(models / "org--m.parquet"), pl.read_csv(models / "org--m.csv")
+    assert table.filter(pl.col("status") != "skipped")["alpha"].to_list() == before["alpha"].to_list()
+    assert table.height > before.height
+    assert len(hub.log) == requests
+    assert run(hub, tmp_path, "--format", "parquet").returncode == 0
+
+
+def test_a_reader_that_leaves_ends_the_batch_with_its_code(tmp_path: Path) -> None:
+    folders = [str(one_file(tmp_path / f"m{i}", random_weights(seed=i))) for i in range(30)]
+    (tmp_path / "models.txt").write_text("\n".join(folders))
+    arguments = command("batch", tmp_path / "models.txt", "--out", tmp_path / "out", "--json")
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert json.loads(process.stdout.readline())["model_id"] == "m0"
+    process.stdout.close()
+    with process.stderr:
+        said = process.stderr.read()
+    assert process.wait(60) == 3, said
+    assert "interrupted:" in said
+    assert "Broken" not in said
+
+
+@pytest.mark.parametrize(
+    "words", ["batch LIST --dry-run", "models check LIST --reach", "models create --from LIST --to NEW"]
+)
+def test_ctrl_c_does_not_wait_for_a_server(tmp_path: Path, words: str) -> None:
+    (tmp_path / "models.txt").write_text("org/a\norg/b\n")
+    words = words.replace("LIST", str(tmp_path / "models.txt")).replace("NEW", str(tmp_path / "new.csv"))
+    with socket.create_server(("127.0.0.1", 0)) as server:  # it never answers
+        server.settimeout(60)
+        place = f"http://127.0.0.1:{server.getsockname()[1]}"
+        process = subprocess.Popen(
+            command(*words.split()),
+            env={**os.environ, "HF_ENDPOINT": place, "HF_HOME": str(tmp_path / "home")},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        connection, _ = server.accept()
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=5)
+        connection.close()
+    assert (process.returncode, stderr) == (130, "error: interrupted\n")
+
+
+def test_a_glob_that_meets_nothing_is_said(tmp_path: Path) -> None:
+    (tmp_path / "models.txt").write_text("org/a\n")
+    found = cli(
+        "batch", tmp_path / "models.txt", "--only", "org/b*", "--only", "zzz", "--dry-run", "--out", tmp_path / "o"
+    )
+    assert found.stderr.splitlines() == [
+        "note: --only 'org/b*' matches no model of the list",
+        "note: --only 'zzz' matches no model of the list",
+    ]
+
+
+def test_a_log_that_cannot_be_written_says_nothing_on_the_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with log_file(tmp_path, "info") as note:
+        (handler,) = [h for h in logging.getLogger("shardesd").handlers if isinstance(h, logging.FileHandler)]
+        handler.stream = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+        note(Notice(message="hello"))
+    assert capsys.readouterr().err == ""
 
 
 def test_the_next_model_downloads_while_this_one_is_computed(

@@ -24,6 +24,7 @@ def test_it_changes_what_it_names(tmp_path: Path) -> None:
     [
         ("nonsense", "can't be read"),
         ("[]", "no JSON object"),
+        ("[" * 100_000, "can't be read"),
         ('{"gpu": [0]}', "'gpu' is unknown"),
         ('{"gpus": ["a"]}', "'gpus'"),
         ('{"gpus": [1.5]}', "'gpus'"),
