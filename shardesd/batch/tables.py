@@ -66,7 +66,8 @@ class Ledger:
         for problem in lost:
             failure = Failure(stage="list", reason="bad_row", message=f"line {problem.line}: {problem.message}")
             told.setdefault((problem.text, None), failure)
-        self._state(told, kept=lambda cells: cells["reason"] != "bad_row" or _key(cells) in self._models | told.keys())
+        known = self._models | told.keys()
+        self._state(told, kept=lambda cells: cells["reason"] != "bad_row" or _key(cells) in known)
         return len(lost)
 
     def note_done(self, rows: Iterable[ListRow]) -> None:
