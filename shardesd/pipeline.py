@@ -155,6 +155,8 @@ class Pipeline:
                     for state in self._open.values():
                         state.shard.close()
                 wanted.close()
+                if self.keep is not None:
+                    self.keep.flush()
 
     def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, Solved]]:
         last: list[tuple[TensorRef, Shard]] = []

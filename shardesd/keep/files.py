@@ -20,7 +20,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,30 +75,42 @@ class Files:
                 os.utime(path)
         return found
 
-    def has(self, key: str) -> bool:
-        """Whether something lies under `key`, sound or not."""
-        return self._path(key).exists()
-
     def put(self, key: str, meta: dict[str, Any], data: bytes = b"") -> None:
         """Keeps `data`, with plain JSON beside it. Raises OSError where the folder can't be written."""
-        content = _encoded(key, meta, data)
-        if len(content) > self.limit:
-            return
-        path = self._path(key)
+        self.put_all([(key, meta, data)])
+
+    def put_all(self, entries: Iterable[tuple[str, dict[str, Any], bytes]]) -> None:
+        """As `put` of each, with one look at the folder's size."""
+        contents = [(self._path(key), _encoded(key, meta, data)) for key, meta, data in entries]
+        while contents:
+            size = len(contents[0][1])
+            count = 1
+            while count < len(contents) and size + len(contents[count][1]) <= self.limit * (1 - _AFTER_PRUNE):
+                size += len(contents[count][1])
+                count += 1
+            if size <= self.limit:
+                self._add(contents[:count], size)
+            contents = contents[count:]
+
+    def _add(self, contents: list[tuple[Path, bytes]], size: int) -> None:
         with self._locked():
-            total = self._size() + len(content)
+            total = self._size() + size
             if total > self.limit:
-                total = self._shrink(int(self.limit * _AFTER_PRUNE) - len(content)) + len(content)
+                total = self._shrink(max(0, int(self.limit * _AFTER_PRUNE) - size)) + size
             self._write_size(total)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(".tmp")
-            try:
-                beside.write_bytes(content)
-                os.replace(beside, path)
-            except BaseException:
-                with suppress(OSError):
-                    beside.unlink(missing_ok=True)
-                raise
+            for path, content in contents:
+                beside = path.with_suffix(".tmp")
+                try:
+                    try:
+                        beside.write_bytes(content)
+                    except FileNotFoundError:
+                        path.parent.mkdir(parents=True, exist_ok=True)
+                        beside.write_bytes(content)
+                    os.replace(beside, path)
+                except BaseException:
+                    with suppress(OSError):
+                        beside.unlink(missing_ok=True)
+                    raise
 
     def prune(self, limit: int | None = None) -> int:
         """Removes what was used least recently until `limit` bytes (or the folder's own bound) are left; how many."""

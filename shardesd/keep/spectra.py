@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,8 @@ def default_folder() -> Path:
 class Keep:
     """Spectra by key. A folder that can't be written costs a word to `warn`, once, and nothing else.
 
-    `folder` None is the user's own; `limit` bytes are the most that it takes.
+    `folder` None is the user's own; `limit` bytes are the most that it takes. What is put is written by a thread of its
+    own, many at once, so that no device waits for a disk: `flush` waits for it.
     """
 
     def __init__(
@@ -34,24 +36,28 @@ class Keep:
         self._files = Files(Path(folder).expanduser() if folder is not None else default_folder(), limit)
         self._warn = warn
         self._writes = True
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[dict[str, Any], bytes]] = {}
+        self._leaving: dict[str, tuple[dict[str, Any], bytes]] = {}
+        """What is being written."""
+        self._writing = False
 
     def content(self, sha256: str | None, start: int, end: int, delta: str = "") -> str | None:
         """The digest of what bytes `start`…`end` of the file with this sha256 become by `delta`, if it was ever taken.
 
         `delta` is a digest of what an adapter does to them; empty where they are taken as they are.
         """
-        found = self._files.get(place_key(sha256, start, end, delta)) if sha256 else None
+        found = self._find(place_key(sha256, start, end, delta)) if sha256 else None
         return str(found[0]["content"]) if found else None
 
     def remember(self, sha256: str | None, start: int, end: int, delta: str, content: str) -> None:
         """Notes what `content` will answer; without a sha256 there is nothing to note it by."""
-        if sha256 and not self._files.has(key := place_key(sha256, start, end, delta)):
+        if sha256 and self._find(key := place_key(sha256, start, end, delta)) is None:
             self._put(key, {"content": content})
 
     def get(self, key: str) -> Spectrum | None:
         """The spectrum that was put under `key` (`keys.spectrum_key`)."""
-        found = self._files.get(key)
+        found = self._find(key)
         if found is None:
             return None
         meta, data = found
@@ -80,14 +86,41 @@ class Keep:
             folder = self._files.folder.parent
             raise ResultsError(f"the cache {folder} can't be written: {error.strerror or error}") from error
 
-    def _put(self, key: str, meta: dict[str, object], data: bytes = b"") -> None:
-        if not self._writes:
-            return
+    def flush(self) -> None:
+        """Returns once everything that was put is written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._writing)
+
+    def _find(self, key: str) -> tuple[dict[str, Any], bytes] | None:
+        with self._changed:
+            found = self._waiting.get(key) or self._leaving.get(key)
+        return found or self._files.get(key)
+
+    def _put(self, key: str, meta: dict[str, Any], data: bytes = b"") -> None:
+        with self._changed:
+            if not self._writes:
+                return
+            self._waiting[key] = meta, data
+            if self._writing:
+                return
+            self._writing = True
+        threading.Thread(target=self._write, name="shardesd-keep", daemon=True).start()
+
+    def _write(self) -> None:
+        """Until nothing waits."""
         try:
-            self._files.put(key, meta, data)
+            while True:
+                with self._changed:
+                    self._leaving, self._waiting = self._waiting, {}
+                    if not self._leaving:
+                        self._writing = False
+                        self._changed.notify_all()
+                        return
+                self._files.put_all((key, *entry) for key, entry in self._leaving.items())
         except OSError as error:
-            with self._lock:
-                said, self._writes = not self._writes, False
-            if not said:
-                folder = self._files.folder.parent
-                self._warn(f"spectra are not kept: {folder} can't be written ({error.strerror or error})")
+            folder = self._files.folder.parent
+            self._warn(f"spectra are not kept: {folder} can't be written ({error.strerror or error})")
+        with self._changed:
+            self._writes = self._writing = False
+            self._waiting, self._leaving = {}, {}
+            self._changed.notify_all()

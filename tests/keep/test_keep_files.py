@@ -90,6 +90,16 @@ def test_one_that_is_too_large_is_not_kept_and_drives_nothing_out(tmp_path: Path
     assert files.get(key(2)) is None
 
 
+def test_many_are_put_within_the_bound(tmp_path: Path) -> None:
+    files = Files(tmp_path, 20_000)
+    files.put_all((key(n), {"n": n}, bytes([n]) * 1000) for n in range(100))
+    found = [files.get(key(n)) for n in range(100)]
+    assert found[-1] == ({"n": 99}, bytes([99]) * 1000)
+    assert 15 <= sum(one is not None for one in found) < 20
+    assert used(tmp_path) <= 20_000
+    assert int((tmp_path / "spectra" / "size").read_text()) >= used(tmp_path)
+
+
 def test_a_lost_or_wrong_sum_is_mended(tmp_path: Path) -> None:
     files = Files(tmp_path, 5000)
     for n in range(4):
@@ -126,7 +136,8 @@ while True:
     key = hashlib.sha256(str(n).encode()).hexdigest()
     found = files.get(key)
     assert found is None or found[1] == bytes([n]) * 1000, n
-    files.put(key, {"n": n}, bytes([n]) * 1000)
+    other = hashlib.sha256(str(n ^ 1).encode()).hexdigest()
+    files.put_all([(key, {"n": n}, bytes([n]) * 1000), (other, {"n": n ^ 1}, bytes([n ^ 1]) * 1000)])
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -84,13 +85,15 @@ def spectrum(*eigs: float, solver: str = "gram") -> Spectrum:
 def test_a_place_in_a_file_of_known_digest_needs_no_reading(tmp_path) -> None:  # type: ignore[no-untyped-def]
     shard = ShardRef(name="one", sha256="ab" * 32)
     raw = np.arange(24, dtype=np.float32).reshape(4, 6)
-    recall = Recall(Keep(tmp_path, 10**6), ScanOptions())
+    keep = Keep(tmp_path, 10**6)
+    recall = Recall(keep, ScanOptions())
     assert recall.unread(MATRIX, Opened(shard)) is None
     content = digest([raw])
     assert recall.get(content, MATRIX) is None
     recall.note(TENSOR, Opened(shard), content)
     assert recall.unread(MATRIX, Opened(shard)) is None
     recall.put(content, MATRIX, spectrum(1.0, 2.0))
+    keep.flush()
     again = Recall(Keep(tmp_path, 10**6), ScanOptions(fix_fingers="DKS", bins=7, evals_thresh=0.1))
     found = again.unread(MATRIX, Opened(shard))
     assert found is not None
@@ -135,6 +138,29 @@ def test_a_folder_that_cannot_be_written_costs_one_word(tmp_path) -> None:  # ty
     keep = Keep(place / "cache", 10**6, said.append)
     for n in range(3):
         keep.put(f"{n:064}", spectrum(1.0))
+        keep.flush()
         assert keep.get(f"{n:064}") is None
     assert len(said) == 1
     assert str(place) in said[0]
+
+
+def test_what_was_put_is_there_at_once_and_written_when_flushed(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    keep = Keep(tmp_path, 10**6)
+
+    def put(of: int) -> None:
+        for n in range(of, 200, 4):
+            keep.put(f"{n:064x}", spectrum(float(n)))
+            found = keep.get(f"{n:064x}")
+            assert found is not None
+            assert found.eigs.tolist() == [n]
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put, range(4)))
+    keep.flush()
+    again = Keep(tmp_path, 10**6)
+    for n in range(200):
+        found = again.get(f"{n:064x}")
+        assert found is not None
+        assert found.eigs.tolist() == [n]
+    assert again.contents().entries == 200
+    assert not list(tmp_path.rglob("*.tmp"))
