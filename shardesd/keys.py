@@ -53,9 +53,9 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A range of a tensor that is read for its statistics alone."""
+    """Ranges of tensors that are read for their statistics alone."""
 
-    tensor: TensorRef
+    tensors: tuple[TensorRef, ...]
 
 
 @dataclass(frozen=True, slots=True)

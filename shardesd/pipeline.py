@@ -186,8 +186,12 @@ class Pipeline:
             for tensor in shard.tensors:
                 if matrices.may_be_tied(tensor.name):
                     last.append((tensor, self._for_later(state)))
+                    read = any(isinstance(item, MatrixRef) for item in plans[tensor.name])
+                    if not read and not isinstance(shard, RangedShard):  # these know later what is wanted of them
+                        yield from self._counts(tensor, plans[tensor.name], shard)
                 else:
                     yield from self._planned(tensor, plans.pop(tensor.name), shard)
+            yield from self._counts_alone(shard, rest=True)
             state.planned = True
             self._left(ref.name, fetcher, 0)
         # Quantised weights that lacked a part (a scale in a later shard) when their own shard was opened.
@@ -209,6 +213,7 @@ class Pipeline:
                 tie = self._owned(matrices.tied(tensor, twin))
                 self._skip(tie)
                 yield from self._counts(tensor, [tie], shard)
+            yield from self._counts_alone(shard, rest=True)
 
     @staticmethod
     def _count(plan: _Plan) -> int:
@@ -253,7 +258,7 @@ class Pipeline:
         self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], shard: Shard
     ) -> Iterator[Task[Key, Solved]]:
         """Tasks that read, for the statistics, what no matrix of `items` reads."""
-        if not self.options.stats:
+        if not self.options.stats or tensor.name in self.statistics:
             return
         read = {
             item.longname
@@ -263,21 +268,15 @@ class Pipeline:
             and self._fits(item, shard)
             and not (self.options.delta and factors(item, shard))
         }
-        counted, alone = self.statistics.expect(tensor, items, read, in_pieces=not self.options.delta)
-        self._counted |= counted
-        for part in alone:
+        in_pieces = shard.in_blocks(tensor) and not self.options.delta
+        self._counted |= self.statistics.expect(tensor, items, read, in_pieces=in_pieces)
+        yield from self._counts_alone(shard, rest=False)
+
+    def _counts_alone(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Solved]]:
+        for task in self.statistics.tasks(shard, rest=rest):
             with self._lock:
                 self._open[shard.ref.name].left += 1
-            yield Task(
-                key=Key(Count(part), shard.ref.name),
-                run=partial(self._count_alone, part, shard),
-                host_bytes=part.nbytes,
-                cost=part.numel,
-                deadline=120 + part.nbytes / 1e6,
-            )
-
-    def _count_alone(self, part: TensorRef, shard: Shard, device: str) -> Any:
-        self.statistics.read(part, shard)
+            yield task
 
     def _counting(self, item: MatrixRef, shard: Shard) -> Shard:
         """`shard`, counting for the statistics what is read of `item` in order, where that is asked for."""
@@ -344,6 +343,8 @@ class Pipeline:
                 raise error
             return Analysed(row=replace(row, status="failed", reason=reason_of(error)), eigs=None, nbytes=0)
         spectrum, values, kept = outcome.value
+        if self.options.stats:
+            self.statistics.analysed(item.longname, spectrum.eigs)
         row = replace(
             row,
             **values,

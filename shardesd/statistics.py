@@ -11,21 +11,30 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
 from shardesd import matrices, metrics
 from shardesd.checkpoint import Shard, StoredMatrix, is_integer, is_supported
 from shardesd.checkpoint.elements import raw_dtype
+from shardesd.engine import Task
+from shardesd.keys import Count, Key
 from shardesd.records import MatrixRef, Row, Skip, StatsRow, TensorRef
 
-PIECE_BYTES = 8_000_000
-"""Read at a time, by any thread, of a tensor that no matrix needs."""
-_CHUNK_ELEMENTS = 1 << 18
-"""Converted to float64 at a time: in the cache, and so many that threads don't wait for each other's next call."""
+PIECE_BYTES = 256_000_000
+"""Read by one task, of tensors that no matrix needs: long, since two threads that count get in each other's way (each
+of numpy's calls waits for the interpreter's lock), and one that counts beside one that solves does not."""
+_OPERATIONS = 64
+"""In the time of reading and counting one element, a core does about as many floating-point operations of a solve."""
+_READ_BYTES = 1 << 20
+"""Read at a time by it, into a buffer that stays in the cache."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Converted to float64 at a time: few enough that they stay in the cache, so many that Python's own time is little."""
 
 _Range = tuple[int, int]
+_local = threading.local()
+"""A `metrics.Scratch` of each thread."""
 
 
 @dataclass(slots=True)
@@ -42,14 +51,21 @@ class Statistics:
     """Gathers, in any number of threads; `rows` at the end."""
 
     _tensors: dict[str, _Tensor] = field(default_factory=dict)
+    _ranks: dict[str, metrics.Ranks] = field(default_factory=dict)
+    _alone: list[TensorRef] = field(default_factory=list)
+    """What no matrix reads, until a task takes it."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __contains__(self, tensor: str) -> bool:
+        """Whether it has been told to expect this tensor."""
+        return tensor in self._tensors
 
     def expect(
         self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], read: Collection[str], *, in_pieces: bool = True
-    ) -> tuple[set[str], list[TensorRef]]:
+    ) -> set[str]:
         """Note a tensor and what it holds, of which the matrices in `read` (longnames) will be read.
 
-        Gives the longnames that are to be read by way of `counting`, and the pieces that must be read for this alone.
+        Gives the longnames that are to be read by way of `counting`; what none of them reads goes into `tasks`.
         """
         ranges: dict[_Range, TensorRef] = {}
         carriers: dict[_Range, str] = {}
@@ -61,7 +77,7 @@ class Statistics:
         codes = bool(tensor.problem) or any(matrices.holds_codes(item) for item in items)
         readable = tensor.numel > 0 and can_count(tensor.dtype) and not codes
         rest = [ref for at, ref in ranges.items() if readable and at not in carriers]
-        alone = [piece for ref in rest for piece in (_pieces(ref) if in_pieces else (ref,))]
+        alone = [piece for ref in rest for piece in (pieces(ref, PIECE_BYTES) if in_pieces else (ref,))]
         whole = all(isinstance(item, MatrixRef) for item in items)
         with self._lock:
             self._tensors[tensor.name] = _Tensor(
@@ -70,21 +86,67 @@ class Statistics:
                 dict.fromkeys([*carriers, *((piece.start, piece.end) for piece in alone)]),
                 [item.longname for item in items] if whole else None,
             )
-        return set(carriers.values()), alone
+        self._alone += alone
+        return set(carriers.values())
+
+    def tasks(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Any]]:
+        """What must be read for this alone of the tensors that were expected, all of this shard: in tasks of
+        `PIECE_BYTES`, of which the last may be shorter if `rest`, and else waits for more.
+
+        Most of it are norms and biases, of a few kilobytes each.
+        """
+        waiting, self._alone = self._alone, []
+        nbytes = 0
+        for part in waiting:
+            self._alone.append(part)
+            nbytes += part.nbytes
+            if nbytes >= PIECE_BYTES:
+                yield self._task(shard)
+                nbytes = 0
+        if rest and self._alone:
+            yield self._task(shard)
+
+    def _task(self, shard: Shard) -> Task[Key, Any]:
+        parts, self._alone = tuple(self._alone), []
+        nbytes = sum(part.nbytes for part in parts)
+        return Task(
+            key=Key(Count(parts), shard.ref.name),
+            run=lambda device: self.read(parts, shard),
+            host_bytes=max(_at_once(part, shard) for part in parts),
+            cost=_OPERATIONS * sum(part.numel for part in parts),
+            deadline=120 + nbytes / 1e6,
+        )
 
     def counting(self, shard: Shard, tensor: TensorRef) -> Shard:
         """`shard`, counting the elements of `tensor` as they are read, whole or block by block."""
         return cast(Shard, _Counting(shard, tensor, partial(self._put, tensor)))  # of a shard, matrices only read
 
-    def read(self, tensor: TensorRef, shard: Shard) -> None:
-        """Read one range for this alone, and count its elements."""
-        with shard.read(tensor) as raw:
-            self._put(tensor, count(raw, tensor.dtype))
+    def read(self, tensors: Iterable[TensorRef], shard: Shard) -> None:
+        """Read ranges for this alone, and count their elements."""
+        buffer = np.empty(_READ_BYTES, np.uint8)
+        for tensor in tensors:
+            found = []
+            for piece in pieces(tensor, _READ_BYTES) if shard.in_blocks(tensor) else (tensor,):
+                with shard.read(piece, buffer) as raw:
+                    found.append(count(raw, tensor.dtype))
+            self._put(tensor, metrics.merge(part for part in found if part))
+
+    def analysed(self, longname: str, eigs: np.ndarray) -> None:
+        """Take the ranks from the λ of a matrix, while they are at hand."""
+        self._ranks[longname] = metrics.ranks(eigs)
 
     def rows(self, template: Row, eigs: Callable[[str], np.ndarray | None]) -> Iterator[StatsRow]:
-        """A row per tensor in natural order of names; `eigs` gives the λ of a longname, None where there are none."""
+        """A row per tensor in natural order of names; `eigs` gives the λ of a longname that an earlier run analysed,
+        None where there are none."""
+
+        def ranks(longname: str) -> metrics.Ranks | None:
+            found = self._ranks.get(longname)
+            if found is None and (before := eigs(longname)) is not None:
+                found = metrics.ranks(before)
+            return found
+
         for name in sorted(self._tensors, key=matrices.natural_key):
-            yield _row(self._tensors[name], template, eigs)
+            yield _row(self._tensors[name], template, ranks)
 
     def _put(self, tensor: TensorRef, moments: metrics.Moments | None) -> None:
         with self._lock:
@@ -117,18 +179,25 @@ class _Counting:
             yield raw
 
 
-def _pieces(tensor: TensorRef) -> Iterator[TensorRef]:
-    """Rows of a tensor, of `PIECE_BYTES` together or less where a row is not longer."""
+def pieces(tensor: TensorRef, nbytes: int) -> Iterator[TensorRef]:
+    """Rows of a tensor, of `nbytes` together, or of one row where that is longer."""
     size = raw_dtype(tensor.dtype).itemsize
     if not tensor.shape or tensor.nbytes != tensor.numel * size:  # an adapter has made it larger than it is stored
         yield tensor
         return
     row_bytes = tensor.nbytes // tensor.shape[0]
-    step = max(1, PIECE_BYTES // row_bytes)
+    step = max(1, nbytes // row_bytes)
     for first in range(0, tensor.shape[0], step):
         n = min(step, tensor.shape[0] - first)
         start = tensor.start + first * row_bytes
         yield replace(tensor, shape=(n, *tensor.shape[1:]), start=start, end=start + n * row_bytes)
+
+
+def _at_once(tensor: TensorRef, shard: Shard) -> int:
+    """Bytes of it that are in memory at a time while it is read for the statistics alone."""
+    if not tensor.shape or not shard.in_blocks(tensor):
+        return tensor.nbytes
+    return min(tensor.nbytes, max(_READ_BYTES, tensor.nbytes // tensor.shape[0]))
 
 
 def can_count(dtype: str) -> bool:
@@ -138,21 +207,37 @@ def can_count(dtype: str) -> bool:
 
 def count(raw: np.ndarray, dtype: str) -> metrics.Moments | None:
     """The moments of raw elements, one chunk at a time."""
+    scratch: metrics.Scratch = _local.__dict__.setdefault("scratch", None) or metrics.Scratch(_CHUNK_ELEMENTS)
+    _local.scratch = scratch
     flat = raw.reshape(-1)
-    work = np.empty(min(flat.size, _CHUNK_ELEMENTS))
-    return metrics.merge(metrics.moments(chunk, work) for chunk in _chunks(flat, dtype))
+    with np.errstate(all="ignore"):  # NaN and Inf go into what they make so
+        return metrics.merge(scratch.moments(chunk) for chunk in _chunks(flat, dtype))
 
 
 def _chunks(flat: np.ndarray, dtype: str) -> Iterator[np.ndarray]:
     for start in range(0, flat.size, _CHUNK_ELEMENTS):
         part = flat[start : start + _CHUNK_ELEMENTS]
-        if dtype == "BF16" and part.dtype == np.uint16:  # as stored, and not what an adapter made of it
+        if part.dtype == raw_dtype(dtype) and dtype in ("BF16", "F16"):  # as stored, and not what an adapter made of it
             part = StoredMatrix(part[None], dtype).block(0, 0, 1, np.dtype(np.float32))[0]
         yield part
 
 
-def _row(tensor: _Tensor, template: Row, eigs: Callable[[str], np.ndarray | None]) -> StatsRow:
-    row = StatsRow(
+def _row(tensor: _Tensor, template: Row, ranks: Callable[[str], metrics.Ranks | None]) -> StatsRow:
+    values: dict[str, float | int | None] = {}
+    found = list(tensor.ranges.values())
+    total = metrics.merge(_sorted(tensor)) if found and None not in found else None
+    if total:
+        values = {
+            **{"mean": total.mean, "std": total.std, "var": total.var},
+            **{"min": total.low, "max": total.high, "sparsity": total.sparsity},
+        }
+    each = [ranks(longname) for longname in tensor.longnames or ()]
+    known = [one for one in each if one is not None]
+    if each and len(known) == len(each):
+        design, actual, svd_90 = (sum(getattr(one, what) for one in known) for what in ("design", "actual", "svd_90"))
+        values |= {"matrices": len(known), "design_rank": design, "actual_rank": actual, "rank_ratio": actual / design}
+        values |= {"svd_90_percent_rank": svd_90, "svd_90_percent_ratio": svd_90 / design}
+    return StatsRow(
         model_id=template.model_id,
         revision=template.revision,
         tensor=tensor.ref.name,
@@ -161,32 +246,7 @@ def _row(tensor: _Tensor, template: Row, eigs: Callable[[str], np.ndarray | None
         dtype=tensor.ref.label,
         shape="×".join(map(str, tensor.ref.shape)),
         numel=tensor.ref.numel,
-    )
-    found = list(tensor.ranges.values())
-    total = metrics.merge(_sorted(tensor)) if found and None not in found else None
-    if total:
-        row = replace(
-            row,
-            mean=total.mean,
-            std=total.std,
-            var=total.var,
-            min=total.low,
-            max=total.high,
-            sparsity=total.sparsity,
-        )
-    spectra = [eigs(longname) for longname in tensor.longnames or ()]
-    if not spectra or any(one is None for one in spectra):
-        return row
-    each = [metrics.ranks(one) for one in spectra if one is not None]
-    design, actual, svd_90 = (sum(getattr(one, what) for one in each) for what in ("design", "actual", "svd_90"))
-    return replace(
-        row,
-        matrices=len(each),
-        design_rank=design,
-        actual_rank=actual,
-        rank_ratio=actual / design,
-        svd_90_percent_rank=svd_90,
-        svd_90_percent_ratio=svd_90 / design,
+        **values,  # type: ignore[arg-type]
     )
 
 

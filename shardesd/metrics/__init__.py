@@ -1,6 +1,6 @@
 """Eigenvalues → numbers: which λ count, the power law on their tail, norms, ranks, entropy. Pure functions of arrays.
 
-`measure` gives every metric column of a table's row; `keep` and `fit_power_law` are its first two steps. `moments`,
+`measure` gives every metric column of a table's row; `keep` and `fit_power_law` are its first two steps. `Scratch`,
 `merge` and `ranks` are for the statistics of tensors.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shardesd.metrics.kept import keep
 from shardesd.metrics.measures import measure
-from shardesd.metrics.moments import Moments, merge, moments
+from shardesd.metrics.moments import Moments, Scratch, merge
 from shardesd.metrics.powerlaw import fit_power_law
 from shardesd.metrics.ranks import Ranks, ranks
 
-__all__ = ["Moments", "Ranks", "fit_power_law", "keep", "measure", "merge", "moments", "ranks"]
+__all__ = ["Moments", "Ranks", "Scratch", "fit_power_law", "keep", "measure", "merge", "ranks"]

@@ -186,13 +186,44 @@ def test_a_resumed_scan_has_all_statistics(tmp_path: Path) -> None:
 @given(arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6)), st.integers(1, 50), st.floats(-1e9, 1e9))
 def test_moments_merge_without_loss(x: np.ndarray, step: int, shift: float) -> None:
     x = x + shift
-    work = np.empty(step)
-    total = metrics.merge(metrics.moments(x[i : i + step], work) for i in range(0, len(x), step))
+    scratch = metrics.Scratch(step)
+    total = metrics.merge(scratch.moments(x[i : i + step]) for i in range(0, len(x), step))
     assert total is not None
     scale = max(1.0, float(abs(x).max()))
     assert total.mean == pytest.approx(x.mean(), abs=1e-12 * scale)
     assert total.var == pytest.approx(x.var(), rel=1e-6, abs=1e-14 * scale * scale)
     assert (total.low, total.high, total.zeros) == (x.min(), x.max(), (abs(x) <= 1e-8).sum())
+
+
+ODD = [0.0, -0.0, 1e-8, -1e-8, 1.01e-8, -1.01e-8, 1e-45, -1e-45, 3.0, -3.0, 3e38, -3e38, np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
+@given(st.lists(st.sampled_from(ODD), min_size=1, max_size=5), st.sampled_from(["both", "positive", "negative"]))
+def test_extremes_and_zeros_of_odd_numbers(dtype: Any, values: list[float], signs: str) -> None:
+    with np.errstate(over="ignore"):
+        x = np.array(values).astype(dtype)
+    x = x if signs == "both" else np.copysign(x, 1 if signs == "positive" else -1).astype(dtype)
+    found = count(x, {2: "F16", 4: "F32", 8: "F64"}[x.itemsize])
+    assert found is not None
+    with np.errstate(all="ignore"):
+        wide = x.astype(np.float64)
+        np.testing.assert_array_equal([found.low, found.high], [wide.min(), wide.max()])
+        np.testing.assert_allclose([found.mean, found.var], [wide.mean(), wide.var()], rtol=1e-9)
+    assert found.zeros == (abs(wide) <= 1e-8).sum()
+
+
+@pytest.mark.parametrize("mean", [0, 1e-3, 1, 31, 32, 1e3, 1e6])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_no_mean_costs_digits(mean: float, dtype: Any) -> None:
+    """Below and above where the sums' way would cancel; and a last chunk that is short."""
+    x = (np.random.default_rng(0).standard_normal(300_007) + mean).astype(dtype)
+    total = count(x, "F32" if dtype == np.float32 else "F64")
+    assert total is not None
+    wide = x.astype(np.float64)
+    assert total.var == pytest.approx(wide.var(), rel=1e-9)
+    assert total.mean == pytest.approx(wide.mean(), rel=1e-11, abs=1e-14)
+    assert (total.low, total.high, total.size) == (wide.min(), wide.max(), x.size)
 
 
 def test_a_large_mean_costs_no_digits() -> None:
