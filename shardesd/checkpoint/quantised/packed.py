@@ -2,7 +2,7 @@
 
 - GPTQ: ``qweight`` is packed along the inputs, (inputs · bits / 32, outputs), ``qzeros`` along the outputs, (groups,
   outputs · bits / 32), the lowest bits first and across words (3 bits). W = scales[g] · (q − z) with g = ``g_idx`` of
-  the input, or inputs in order; z is the stored one plus 1, within its bits, unless the format is gptq_v2.
+  the input, or inputs in order; z is the stored one plus 1, unless the format is gptq_v2 (`_one_more`).
 - AWQ (gemm): both are packed along the outputs, eight nibbles a word in the order 0 2 4 6 1 3 5 7; z as stored.
 - compressed-tensors: ``weight_packed`` (outputs, words) along the inputs, minus 2**(bits − 1); ``weight_zero_point``
   is packed along the outputs. Older versions let no code cross a word.
@@ -36,8 +36,8 @@ class Gptq(Encoding):
     zero: TensorRef
     group_of: TensorRef | None = None
     bits: int
-    more: int
-    """Added to stored zero points."""
+    more: bool
+    """Whether zero points are stored less 1."""
 
     @property
     def by_rows(self) -> bool:
@@ -52,12 +52,15 @@ class Gptq(Encoding):
                 last = min(stop, first + _COLUMNS_AT_ONCE)
                 out[first - start : last - start] = unpack(words[:, first:last].T, self.bits, inputs)
         with read(self.zero) as words:
-            zero = unpack(words, self.bits, self.shape[0])[:, start:stop]
-        zero = (zero.astype(np.int16) + self.more) & (2**self.bits - 1)
+            if self.more:
+                words = _one_more(words, self.bits)
+            zero = unpack(words, self.bits, self.shape[0])[:, start:stop].astype(np.float32)
+        if self.more and 8 % self.bits:
+            zero = (zero + 1) % 2**self.bits
         with read(self.scale) as raw:
             scale = numbers(raw[:, start:stop], self.scale.dtype)
         groups = _groups(read, self.group_of, inputs, len(scale))
-        _apply(out, scale, zero.astype(np.float32), groups)
+        _apply(out, scale, zero, groups)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,8 @@ def gptq(codes: TensorRef, scale: TensorRef, zero: TensorRef, group_of: TensorRe
         raise Undecodable(f"its scales are {scale.dtype} of shape {scale.shape}, its zeros {zero.dtype}")
     groups, outputs = scale.shape
     bits, rest = divmod(zero.shape[1] * words, max(1, outputs))
+    if not rest and bits in (5, 6, 7):  # gptqmodel's, in planes
+        raise Undecodable(f"GPTQ at {bits} bits is not supported (only 2, 3, 4 and 8 are)")
     if rest or bits not in (2, 3, 4, 8) or zero.shape[0] != groups or codes.shape[1] != outputs:
         raise Undecodable(f"qweight {codes.shape}, qzeros {zero.shape} and scales {scale.shape} don't fit together")
     inputs, rest = divmod(codes.shape[0] * words, bits)
@@ -145,7 +150,7 @@ def gptq(codes: TensorRef, scale: TensorRef, zero: TensorRef, group_of: TensorRe
         zero=zero,
         group_of=group_of,
         bits=bits,
-        more=0 if v2 else 1,
+        more=not v2,
     )
 
 
@@ -219,6 +224,17 @@ def _words(tensor: TensorRef) -> int:
 
 def _is_index(tensor: TensorRef, inputs: int) -> bool:
     return tensor.shape == (inputs,) and tensor.dtype in ("I32", "I64")
+
+
+def _one_more(words: np.ndarray, bits: int) -> np.ndarray:
+    """Packed zero points with 1 added to each, where codes fill whole words.
+
+    To the words, not to each code: gptqmodel takes 1 off that way, so that a 0 borrows from the code above it.
+    """
+    if 8 % bits:
+        return words
+    plain = np.ascontiguousarray(words).view(f"u{words.itemsize}")
+    return plain + plain.dtype.type(sum(1 << at for at in range(0, 8 * words.itemsize, bits)))
 
 
 def _awq(words: np.ndarray) -> np.ndarray:
