@@ -18,7 +18,7 @@ CONV1D = _models("gpt2 openai-gpt imagegpt decision_transformer")
 """transformers' Conv1D keeps inputs × outputs."""
 MLA = _models(
     "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 kimi_k2 kimi_linear glm4_moe_lite longcat_flash minicpm3"
-    " mistral4 axk1 youtu glm_moe_dsa"
+    " mistral4 mistral_large4* axk* youtu glm_moe_dsa glm5_next* bailing_hybrid dots3_note* hy_v4*"
 )
 """Multi-head latent attention."""
 GATED_Q = _models("qwen3_next qwen3_5* qwen4_exp*")
@@ -26,14 +26,14 @@ GATED_Q = _models("qwen3_next qwen3_5* qwen4_exp*")
 QWEN_LIKE_VISION = _models("qwen2_vl* qwen2_5_vl* qwen3_vl* qwen3_omni* qwen3_5* qwen4_exp* glm4v*")
 VISION_THIRDS = QWEN_LIKE_VISION + _models(
     "glm_ocr* glm_image* glm5_next* ernie4_5_vl* dots3_note* cohere_compass* blip* instructblip* sam sam2* sam_*"
-    " seggpt slanext* got_ocr2* vitdet timesformer mgp-str hiera florence2* florence_* intern_vit_6b pp_formulanet*"
-    " pp_ocrv5* pp_ocrv6* unlimited_ocr*"
+    " seggpt slanext* got_ocr2* deepseek_ocr2* vitdet timesformer mgp-str hiera florence2* florence_* intern_vit_6b"
+    " pp_formulanet* pp_ocrv5* pp_ocrv6* unlimited_ocr*"
 )
 STACKED_GATE_UP = _models(
     "mixtral qwen2_moe qwen3_moe qwen3_next qwen3_vl_moe* qwen3_omni_moe* qwen3_5_moe* qwen4_exp* deepseek_v*"
     " deepseek_ocr2* glm* ernie4_5* olmoe flex_olmo phimoe jamba minimax* dots* afmoe axk* bailing_hybrid beam"
     " cohere2_moe diffusion_gemma* exaone_moe flint gemma4* granitemoe* hy_v* hunyuan_v1_moe inkling* kimi_* kolibri1"
-    " laguna lara_mini lfm2_moe longcat_flash mellum mimo_v2_flash mistral4 mistral_large4 muse_spark solar_open"
+    " laguna lara_mini lfm2_moe longcat_flash mellum mimo_v2_flash mistral4 mistral_large4* muse_spark solar_open"
     " step3p7* unlimited_ocr* zaya"
 )
 """experts.gate_up_proj of (E, 2I, H): gate, then up."""
@@ -115,6 +115,7 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     Layout(names="W_pack", models=("baichuan",), parts=QKV),
     Layout(names="att_proj", models=("bark", "semantic", "coarse_acoustics", "fine_acoustics"), parts=QKV),
     Layout(names="qkv_linear", models=("layoutlmv2",), parts=QKV),
+    Layout(names=r"attn\.qkv", models=("exaone4_5*",), parts=Q_THEN_KV),
     Layout(names=r"(?:attn|attention|self_attn)\.qkv", models=VISION_THIRDS, parts=QKV),
     # timm's models, whose config.json names an architecture of its own.
     Layout(names=r"attn\.qkv", when="architecture and rows == 3 * columns", parts=QKV),
@@ -135,6 +136,14 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     ),
     Layout(names="o_proj", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
     Layout(names="q_a_proj", heads="1"),
+    Layout(
+        names="q_gate_proj",
+        models=("axk2",),
+        groups="heads",
+        parts=parts("q: qk_nope_head_dim + qk_rope_head_dim", "gate: v_head_dim", q="heads"),
+    ),
+    # Keys, then values.
+    Layout(names="to_kv", models=("granite_speech*", "evolla*"), parts=parts("k", "v")),
     Layout(
         names="q_proj",
         models=GATED_Q,
@@ -157,7 +166,7 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
     Layout(names="in_proj_ba", models=("qwen3_next",), groups="linear_num_key_heads", parts=parts("b", "a")),
     Layout(
         names="in_proj_qkv",
-        models=GATED_Q,
+        models=(*GATED_Q, "lara_mini"),
         parts=parts(
             "q: linear_num_key_heads * linear_key_head_dim",
             "k: linear_num_key_heads * linear_key_head_dim",
@@ -201,19 +210,20 @@ MLP: tuple[Layout, ...] = (
     Layout(names=r"mlp\.gate_up_proj", models=("phi4_multimodal_audio",), parts=parts("up", "gate")),
     Layout(
         names="gate_up_proj",
-        models=("phi3*", "phi4*", "glm*", "dia*", "minimax_m3_vl*", "dots3_note*", "zamba2"),
+        models=("phi3*", "phi4*", "glm*", "dia*", "minimax_m3_vl*", "dots3_note*", "zamba2", "esmc", "esmfold2"),
         parts=GATE_UP,
     ),
     Layout(names=r"mlp\.Wi", models=("modernbert*",), parts=parts("input", "gate")),
     Layout(names="dense_h_to_4h", models=("chatglm",), parts=GATE_UP),
     Layout(names="shared_mlp.input_linear", models=("granitemoe*",), parts=GATE_UP),
+    Layout(names="input_linear", models=("granite_speech*",)),
     Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=parts("up", "gate")),
 )
 
 EXPERTS: tuple[Layout, ...] = (
     # Inputs × outputs in each expert. gpt-oss has gate and up in turns.
     Layout(names=r"experts\.gate_up_proj", models=("gpt_oss",), transposed=True, groups="columns / 2", parts=GATE_UP),
-    Layout(names=r"experts\.gate_up_proj", models=("llama4*",), transposed=True, parts=GATE_UP),
+    Layout(names=r"experts\.gate_up_proj", models=("llama4*", "openai_privacy_filter"), transposed=True, parts=GATE_UP),
     Layout(names=r"experts\.(?:gate_up_proj|fc1)", models=("aria*",), transposed=True, parts=parts("gate", "up")),
     # On disk inputs × outputs, in the running model outputs × inputs; where these are equal, as on disk.
     Layout(

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from emitted import Emitted, emitted
+from safetensors.torch import save_file
 from torch import nn
 
 import shardesd
@@ -727,8 +728,27 @@ CASES: dict[str, Case] = {
 }
 
 
+RELATIVES = {
+    **TEXT,
+    **LATENT,
+    **{
+        "n_routed_experts": 3,
+        "num_experts": 3,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
+    **{"moe_intermediate_size": MLP, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "num_key_value_heads": 4,
+}
+"""Of models with latent attention."""
+
+
 def built(name: str) -> nn.Module:
-    case = CASES[name]
+    return made(CASES[name])
+
+
+def made(case: Case) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{case.config}Config")(**case.settings)
     for part in (config, *(getattr(config, key) for key in getattr(config, "sub_configs", {}))):
@@ -798,6 +818,45 @@ def test_every_emitted_matrix_is_what_the_model_multiplies_by(name: str, tmp_pat
         # Files call some modules otherwise than the running model does; a fused tensor's parts never.
         known = [truth[longname]] if longname in truth else list(truth.values())
         assert any(same(only, one) for one in known), longname
+
+
+RUNNING = tuple(
+    f"experts.{word}.experts.{{}}{end}" for word, end in (("gate_up_proj", "_gate"), ("gate_up_proj", "_up"))
+)
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v2", "deepseek_v3", "qwen3_vl_moe")
+STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    **dict.fromkeys(MIXTURES, ("mlp.experts", "mlp", (*RUNNING, "experts.down_proj.experts.{}"))),
+    "llama4": ("feed_forward.experts", "feed_forward", (*RUNNING, "experts.down_proj.experts.{}")),
+}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_experts_that_are_stored_stacked_as_the_model_runs_them(name: str, tmp_path: Path) -> None:
+    """What other tools save, and what a live model has: its own parameters, where transformers writes each expert."""
+    model = built(name)
+    state = {key: value.contiguous() for key, value in model.state_dict().items() if "experts." in key}
+    save_file(state, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    found = {key: value for key, value in emitted(tmp_path).items() if "shared_expert" not in key}
+    path, prefix, names = STACKS[name]
+    truth = stacked(path, tuple(f"{prefix}.{word}" for word in names))(model)
+    assert set(found) == set(truth)
+    for longname, matrix in found.items():
+        assert not matrix.note
+        assert same(matrix.slices[0], truth[longname]), longname
+
+
+@pytest.mark.parametrize(
+    "name", ["AXK1", "AXK2", "DeepseekV32", "Glm4MoeLite", "HYV4", "MiniCPM3", "Mistral4", "Youtu"]
+)
+def test_latent_attention_of_deepseek_s_relatives(name: str, tmp_path: Path) -> None:
+    model = made(Case(name, f"{name}ForCausalLM", RELATIVES))
+    model.save_pretrained(tmp_path)
+    found = emitted(tmp_path)
+    truth = latent_attention(model)
+    assert len(truth) == 4
+    for longname, matrix in truth.items():
+        assert same(found[longname].slices[0], matrix), longname
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon-new", "gpt_oss", "qwen3_vl_moe", "mamba2", "clip"])

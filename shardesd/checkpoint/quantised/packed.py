@@ -233,8 +233,9 @@ def _one_more(words: np.ndarray, bits: int) -> np.ndarray:
     """
     if 8 % bits:
         return words
-    plain = np.ascontiguousarray(words).view(f"u{words.itemsize}")
-    return plain + plain.dtype.type(sum(1 << at for at in range(0, 8 * words.itemsize, bits)))
+    plain: np.ndarray = np.ascontiguousarray(words).view(f"u{words.itemsize}")
+    one: np.ndarray = plain.dtype.type(sum(1 << at for at in range(0, 8 * words.itemsize, bits))) + plain
+    return one
 
 
 def _awq(words: np.ndarray) -> np.ndarray:
