@@ -112,11 +112,15 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
     tensors = []
     for name, shape, kind, offset in entries:
         where = f"tensor {name!r}"
+        if prod(shape) >= 1 << 62:
+            parser.refuse(f"{where}: shape {shape} has more elements than a file can hold")
         try:
             quantisation = gguf.GGMLQuantizationType(kind)
             block, size = gguf.GGML_QUANT_SIZES[quantisation]
-        except (ValueError, KeyError):
-            parser.refuse(f"{where}: type {kind} is not one that gguf {_version()} knows")
+        except (ValueError, KeyError):  # how many bytes it takes isn't known
+            problem = f"gguf {_version()} doesn't know its type {kind}"
+            tensors.append(TensorRef(name=hf_name(name, config), dtype="U8", shape=shape, shard=shard, problem=problem))
+            continue
         if not shape or shape[-1] % block:
             parser.refuse(f"{where}: shape {shape} doesn't divide into blocks of {block}")
         start = parser.data_start + offset

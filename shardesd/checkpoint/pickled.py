@@ -66,6 +66,9 @@ def read_pickled(file: BinaryIO, shard: str) -> Header:
     state = _unpickle(where)
     stored = []
     for name, value in state.items():
+        if value.layout is not _strided():
+            stored.append(_unreadable(name, value, shard, f"{value.layout} tensors"))
+            continue
         offset = getattr(value.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
             raise MalformedHeader(f"{where}: PyTorch 2.7 or later is needed to read it without loading it")
@@ -128,12 +131,24 @@ def _candidates(content: Any) -> Iterator[Mapping[Any, Any]]:
                 yield content[key]
 
 
+def _strided() -> torch.layout:
+    import torch
+
+    return torch.strided
+
+
+def _unreadable(name: str, value: torch.Tensor, shard: str, what: str) -> TensorRef:
+    word = str(value.dtype).removeprefix("torch.")
+    dtype = TORCH_WORDS.get(word, word.upper())
+    return TensorRef(name=name, dtype=dtype, shape=tuple(value.shape), shard=shard, problem=f"{what} can't be read")
+
+
 def _tensor(name: str, value: torch.Tensor, shard: str, start: int, end: int, where: str) -> TensorRef:
     word = str(value.dtype).removeprefix("torch.")
-    dtype, size, shape = TORCH_WORDS.get(word, word.upper()), value.element_size(), tuple(value.shape)
+    if value.is_quantized or word not in TORCH_WORDS:
+        return _unreadable(name, value, shard, f"elements of {value.dtype}")
+    dtype, size, shape = TORCH_WORDS[word], value.element_size(), tuple(value.shape)
     unreadable = TensorRef(name=name, dtype=dtype, shape=shape, shard=shard, start=start, end=start)
-    if value.layout.__str__() != "torch.strided" or value.is_quantized or word not in TORCH_WORDS:
-        return replace(unreadable, problem=f"elements of {value.dtype}, {value.layout}, can't be read")
     first = start + int(value.storage_offset()) * size
     strides = tuple(int(stride) for stride in value.stride())
     span = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True)) if value.numel() else 0

@@ -279,6 +279,34 @@ def test_a_split_set_of_gguf_files(tmp_path: Path) -> None:
     assert sorted(row.longname + ".weight" for row in shardesd.stream(tmp_path)) == names
 
 
+def patched(path: Path, name: str, at: int, value: int, width: int) -> None:
+    """Another integer `at` bytes behind a tensor's name in the header of a GGUF file."""
+    data = bytearray(path.read_bytes())
+    start = data.index(name.encode()) + len(name) + at
+    data[start : start + width] = value.to_bytes(width, "little")
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("type", [4, 36, 99, 2**31])
+def test_a_type_that_gguf_does_not_know_costs_its_own_row(tmp_path: Path, type: int) -> None:
+    names = [f"model.layers.{i}.self_attn.o_proj.weight" for i in range(2)]
+    path = tmp_path / "m.gguf"
+    gguf_file(path, {name: random(32, 32) for name in names}, "F16", "llama")
+    patched(path, "blk.0.attn_output.weight", 20, type, 4)
+    first, second = sorted(shardesd.stream(path), key=lambda row: row.longname)
+    assert (first.longname, first.status, second.status) == (names[0].removesuffix(".weight"), "failed", "ok")
+    assert f"doesn't know its type {type}" in first.reason
+
+
+def test_a_shape_beyond_all_files_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    gguf_file(path, {"model.layers.0.self_attn.o_proj.weight": random(32, 32)}, "F16", "llama")
+    patched(path, "blk.0.attn_output.weight", 4, 2**63, 8)
+    patched(path, "blk.0.attn_output.weight", 20, 99, 4)
+    with pytest.raises(MalformedHeader, match="more elements than a file can hold"):
+        open_checkpoint(open_source(path))
+
+
 def test_several_gguf_files_must_be_named(tmp_path: Path) -> None:
     for name in ("a-F16.gguf", "a-Q8_0.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -338,6 +366,36 @@ def test_views_parameters_ties_and_nested_states(tmp_path: Path) -> None:
     assert set(tensors) - set(found) == {"wide.weight", "double.weight"}
     for name, value in found.items():
         np.testing.assert_array_equal(value, tensors[name].detach().numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_and_complex_tensors_cost_their_own_rows(tmp_path: Path, layout: str) -> None:
+    sparse = torch.eye(8).to_sparse() if layout == "coo" else torch.eye(8).to_sparse_csr()
+    tensors = {"a.weight": sparse, "b.weight": random(8, 8), "c.weight": torch.ones(8, 8, dtype=torch.complex64)}
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    rows = {row.longname: row for row in shardesd.stream(tmp_path, allow_pickle=True)}
+    assert [rows[name].status for name in "abc"] == ["failed", "ok", "failed"]
+    assert rows["a"].reason == f"torch.sparse_{layout} tensors can't be read"
+    assert rows["c"].reason == "C64 weights are not supported"
+
+
+def test_storages_that_are_shared_and_strides_of_0(tmp_path: Path) -> None:
+    W = random(64, 32)
+    tensors = {
+        "model.embed_tokens.weight": W,
+        "lm_head.weight": W,
+        "first.weight": W[:32],
+        "second.weight": W[32:],
+        "overlapping.weight": W.as_strided((8, 8), (1, 1)),
+        "repeated.weight": W[:1, :8].expand(8, 8),
+    }
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    result = shardesd.scan(tmp_path, allow_pickle=True, max_aspect=0)
+    assert result.layers["longname"].to_list() == ["first", "overlapping", "repeated", "second"]
+    for name in ("first", "second", "overlapping"):
+        eigs = squared_singular_values(tensors[f"{name}.weight"])
+        np.testing.assert_allclose(result.spectra[name], eigs, rtol=0, atol=1e-9 * eigs[-1])
 
 
 def test_sharded_bin_with_an_index(tmp_path: Path) -> None:

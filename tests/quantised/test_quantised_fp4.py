@@ -36,6 +36,13 @@ def test_gpt_oss_as_transformers_dequantises_it(tmp_path: Path) -> None:
     assert labels(tmp_path)[name] == "mxfp4[g32]"
 
 
+def test_blocks_of_another_size_are_no_mxfp4(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    scales = torch.full((3, 40, 2), 127, dtype=torch.uint8)
+    store(tmp_path, {f"{name}_blocks": codes(3, 40, 2, 15), f"{name}_scales": scales})
+    assert "are not MXFP4's, of 16 bytes each" in problems(tmp_path)[name]
+
+
 def test_one_expert_and_a_part_of_one(tmp_path: Path) -> None:
     from dataclasses import replace
 

@@ -129,6 +129,34 @@ def test_layouts_of_other_kernels_are_refused(tmp_path: Path) -> None:
     assert "'marlin' layout" in problems(tmp_path / "b")[NAME]
 
 
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_last_group_may_be_shorter(tmp_path: Path, indexed: bool) -> None:
+    """96 inputs in groups of 64, of which the config tells where there is no g_idx."""
+    tensors, _ = gptq(np.random.default_rng(1), 64, 96, 2, 4, order=False, v2=True)
+    config = {"quant_method": "gptq", "checkpoint_format": "gptq_v2", "group_size": 64}
+    tensors[f"{BASE}.g_idx"] = (torch.arange(96) // 64).int()
+    whole = decoded(store(tmp_path / "a", tensors, quantization={**config, "group_size": -1}))[NAME]
+    if not indexed:
+        del tensors[f"{BASE}.g_idx"]
+    found = decoded(store(tmp_path / "b", tensors, quantization=config))[NAME]
+    np.testing.assert_array_equal(found, whole)
+    assert labels(tmp_path / "b") == {NAME: "gptq4[g64]"}
+
+
+def test_what_the_config_says_never_turns_one_format_into_another(tmp_path: Path) -> None:
+    one, _ = gptq(np.random.default_rng(1), 64, 128, 2, 4, order=False, v2=False)
+    two, _ = awq(np.random.default_rng(1), 64, 128, 2)
+    store(tmp_path / "a", one, quantization={"quant_method": "awq", "version": "gemm"})
+    store(tmp_path / "b", two, quantization={"quant_method": "gptq", "bits": 4})
+    assert "are not 4-bit gemm's" in problems(tmp_path / "a")[NAME]
+    assert "don't fit together" in problems(tmp_path / "b")[NAME]
+    store(tmp_path / "c", {NAME: torch.ones(8, 8)}, quantization={"quant_method": "gptq", "bits": 4})
+    assert problems(tmp_path / "c") == {}
+    three, W = gptq(np.random.default_rng(1), 64, 128, 2, 3, order=True, v2=False)
+    store(tmp_path / "d", three, quantization={"quant_method": "gptq", "bits": 4})  # bits may differ by layer
+    assert same(decoded(tmp_path / "d")[NAME], W)
+
+
 @pytest.mark.parametrize("bits", [5, 6, 7])
 def test_planar_bits_are_refused_by_name(tmp_path: Path, bits: int) -> None:
     tensors, _ = gptq(np.random.default_rng(1), 64, 64, 2, bits, order=False, v2=True)

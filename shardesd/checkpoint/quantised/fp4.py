@@ -66,6 +66,8 @@ def gpt_oss(codes: TensorRef, scale: TensorRef) -> Fp4:
             f"its blocks are {codes.dtype} of shape {codes.shape}, its scales {scale.dtype} of shape {scale.shape}"
         )
     experts, rows, groups, size = codes.shape
+    if size != 16 or not codes.numel:
+        raise Undecodable(f"its blocks of shape {codes.shape} are not MXFP4's, of 16 bytes each")
     return Fp4(
         label=f"mxfp4[g{2 * size}]",
         shape=(experts, 2 * groups * size, rows),

@@ -189,7 +189,8 @@ class Modules:
             return packed.awq(codes, scale, zero)
         if settings.layout not in ("", "gptq", "gptq_v2"):
             raise Undecodable(f"GPTQ's '{settings.layout}' layout is not supported (only gptq and gptq_v2 are)")
-        return packed.gptq(codes, scale, zero, group_of, v2=settings.layout == "gptq_v2")
+        v2 = settings.layout == "gptq_v2"
+        return packed.gptq(codes, scale, zero, group_of, v2=v2, group_size=settings.group_size)
 
     def _packed(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding:
         scale = _required(parts, "scale")

@@ -35,6 +35,8 @@ class Gptq(Encoding):
     scale: TensorRef
     zero: TensorRef
     group_of: TensorRef | None = None
+    group: int
+    """Inputs of a group, but maybe the last, where there is no `group_of`."""
     bits: int
     more: bool
     """Whether zero points are stored less 1."""
@@ -59,7 +61,7 @@ class Gptq(Encoding):
             zero = (zero + 1) % 2**self.bits
         with read(self.scale) as raw:
             scale = numbers(raw[:, start:stop], self.scale.dtype)
-        groups = _groups(read, self.group_of, inputs, len(scale))
+        groups = _groups(read, self.group_of, inputs, len(scale), self.group)
         _apply(out, scale, zero, groups)
 
 
@@ -124,8 +126,19 @@ class Packed(Encoding):
         _apply(out, np.ascontiguousarray(scale.T), zero, groups)
 
 
-def gptq(codes: TensorRef, scale: TensorRef, zero: TensorRef, group_of: TensorRef | None, *, v2: bool = False) -> Gptq:
-    """``qweight``, ``scales``, ``qzeros``, ``g_idx``; the bits follow from their shapes. Raises `Undecodable`."""
+def gptq(
+    codes: TensorRef,
+    scale: TensorRef,
+    zero: TensorRef,
+    group_of: TensorRef | None,
+    *,
+    v2: bool = False,
+    group_size: int = 0,
+) -> Gptq:
+    """``qweight``, ``scales``, ``qzeros``, ``g_idx``; the bits follow from their shapes.
+
+    `group_size`, as the config says it (0: not), tells whether the last group is shorter. Raises `Undecodable`.
+    """
     words = _words(codes)
     if _words(zero) != words or len(scale.shape) != 2 or scale.dtype not in ("F16", "BF16", "F32"):
         raise Undecodable(f"its scales are {scale.dtype} of shape {scale.shape}, its zeros {zero.dtype}")
@@ -139,6 +152,8 @@ def gptq(codes: TensorRef, scale: TensorRef, zero: TensorRef, group_of: TensorRe
     if rest or not inputs or not groups or (group_of is not None and not _is_index(group_of, inputs)):
         raise Undecodable(f"qweight {codes.shape} and its g_idx don't fit together at {bits} bits")
     group, rest = divmod(inputs, groups)
+    if group_size and -(-inputs // group_size) == groups:
+        group, rest = min(group_size, inputs), 0
     if rest and group_of is None:
         raise Undecodable(f"{inputs} inputs don't divide into {groups} groups, and there is no g_idx")
     name = "channel" if groups == 1 else f"g{group}"
@@ -149,6 +164,7 @@ def gptq(codes: TensorRef, scale: TensorRef, zero: TensorRef, group_of: TensorRe
         scale=scale,
         zero=zero,
         group_of=group_of,
+        group=group,
         bits=bits,
         more=not v2,
     )
@@ -243,9 +259,11 @@ def _awq(words: np.ndarray) -> np.ndarray:
     return stored[:, :, _AWQ_ORDER].reshape(len(words), -1)
 
 
-def _groups(read: Read, index: TensorRef | None, inputs: int, count: int) -> list[tuple[int, slice | np.ndarray]]:
-    """Each group's number and its inputs."""
-    size = inputs // count
+def _groups(
+    read: Read, index: TensorRef | None, inputs: int, count: int, size: int = 0
+) -> list[tuple[int, slice | np.ndarray]]:
+    """Each group's number and its inputs; `size` of them, where they are in order (0: an equal share)."""
+    size = size or inputs // count
     in_order: list[tuple[int, slice | np.ndarray]] = [(g, slice(g * size, (g + 1) * size)) for g in range(count)]
     if index is None:
         return in_order

@@ -30,6 +30,9 @@ class Settings:
             self.layout = "marlin"
         self.blocks: tuple[tuple[int, int], ...] = tuple(_blocks(found, weights))
         """Rows and columns that one scale holds for."""
+        group = found.get("group_size")
+        self.group_size: int = group if type(group) is int and group > 0 else 0
+        """Inputs that share a scale, for GPTQ; 0: unsaid, or all of them."""
         self.bits: frozenset[int] = frozenset(
             weight["num_bits"]
             for weight in weights
