@@ -303,8 +303,8 @@ class Pipeline:
         options, M, N = self.options, item.M, item.N
         host = self._host_bytes(item, shard)
         if not self._fits(item, shard):
-            limit = f"--max-memory is {size_text(self.engine.budget)}"
-            return Task(key=key, run=fail(f"{NEEDS}{size_text(host)}, and {limit}"))
+            needs = f"{NEEDS}{size_text(host)}, and --max-memory is {size_text(self.engine.budget)}"
+            return Task(key=key, run=fail(needs))
         n = min(M, N)
         flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
         return Task(

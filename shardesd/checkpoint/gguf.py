@@ -22,7 +22,7 @@ import numpy as np
 
 from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, rows_of, strips
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, rows_of, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
 from shardesd.records import TensorRef
 
@@ -41,6 +41,8 @@ class Blocks(Encoding):
     """U8, (rows, bytes of a row); plain: in its own type, (rows, columns)."""
     type: str
     """ggml's name of the block type."""
+    factor: TensorRef | None = None
+    """F32, one more scale for all of it, or one for each matrix of a stack (NVFP4, BitNet)."""
     transposed: bool = False
     heads: tuple[int, int] | None = None
     """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
@@ -53,6 +55,12 @@ class Blocks(Encoding):
 
     def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
         """See `Encoding.decode`."""
+        self._decode_heads(read, matrix, start, stop, out)
+        if self.factor is not None:
+            factors = floats(read, self.factor).reshape(-1)
+            out *= factors[matrix if len(factors) > 1 else 0]
+
+    def _decode_heads(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
         if self.heads is None:
             at = matrix * self.shape[-2]
             self._decode(read, at + start, at + stop, out)
@@ -110,6 +118,9 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
     values, entries = parser.parse()
     config = hf_config(values) or dict(known)
     tensors = []
+    scales = {
+        name: _scale(name, shape, parser.data_start + at, shard) for name, shape, kind, at in entries if kind == 0
+    }
     for name, shape, kind, offset in entries:
         where = f"tensor {name!r}"
         if prod(shape) >= 1 << 62:
@@ -129,7 +140,9 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
             parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
         stored = _Stored(hf_name(name, config), shape, quantisation.name, start, start + nbytes)
         transposed = is_transposed(name, config)
-        tensors.append(_tensor(stored, shard, transposed=transposed, heads=fused_heads(name, shape, config)))
+        tensor = _tensor(stored, shard, transposed=transposed, heads=fused_heads(name, shape, config))
+        factor = scales.get(f"{name.removesuffix('.weight')}.scale") or scales.get(f"{name}.scale")
+        tensors.append(_with_factor(tensor, factor) if factor and factor.end <= parser.size else tensor)
     return Header(
         tensors=tuple(sorted(tensors, key=_start)),
         metadata={},
@@ -176,6 +189,22 @@ def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, 
     )
     seen = decoded(encoding, stored.name)
     return seen if len(stored.shape) > 1 else replace(seen, shape=stored.shape)
+
+
+def _scale(name: str, shape: tuple[int, ...], start: int, shard: str) -> TensorRef:
+    return TensorRef(name=name, dtype="F32", shape=shape, shard=shard, start=start, end=start + 4 * prod(shape))
+
+
+def _with_factor(tensor: TensorRef, factor: TensorRef) -> TensorRef:
+    """A quantised weight, with its ``.scale`` beside it."""
+    encoding = tensor.encoding
+    if not isinstance(encoding, Blocks) or not encoding.quantised:
+        return tensor
+    if factor.numel not in (1, prod(encoding.shape[:-2])):
+        return replace(
+            tensor, encoding=None, problem=f"its scale of shape {factor.shape} fits neither it nor its parts"
+        )
+    return replace(tensor, encoding=replace(encoding, factor=factor))
 
 
 def _start(tensor: TensorRef) -> int:

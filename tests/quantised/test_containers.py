@@ -279,6 +279,37 @@ def test_a_split_set_of_gguf_files(tmp_path: Path) -> None:
     assert sorted(row.longname + ".weight" for row in shardesd.stream(tmp_path)) == names
 
 
+@pytest.mark.parametrize("named", ["{}.scale", "{}.weight.scale"])
+def test_a_scale_beside_a_quantised_weight_is_multiplied(tmp_path: Path, named: str) -> None:
+    """llama.cpp keeps NVFP4's second scale so, for a tensor or for each expert."""
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType.NVFP4
+    data = np.random.default_rng(0).integers(0, 100, (3, 40, 4 * 36), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    factors = np.array([0.5, 2.0, 3.0], np.float32)
+    for stem, stored, factor in (
+        ("blk.0.ffn_up_exps", data, factors),
+        ("blk.0.attn_q", data[0], factors[2:]),
+        ("blk.0.attn_k", data[0], factors[:2]),
+    ):
+        writer.add_tensor(f"{stem}.weight", stored, raw_dtype=kind)
+        writer.add_tensor(named.format(stem), factor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    expected = gguf.quants.dequantize(data, kind)
+    checkpoint = open_checkpoint(open_source(tmp_path))
+    with checkpoint.open(checkpoint.shards[0], tmp_path / "x.gguf") as shard:
+        by_name = {tensor.name: tensor for tensor in shard.tensors}
+        (stack,) = (tensor for tensor in shard.tensors if len(tensor.shape) == 3)
+        with shard.read(stack) as raw:
+            np.testing.assert_array_equal(raw, expected * factors[:, None, None])
+        with shard.read(by_name["model.layers.0.self_attn.q_proj.weight"]) as raw:
+            np.testing.assert_array_equal(raw, expected[0] * factors[2])
+        assert "its scale of shape (2,)" in by_name["model.layers.0.self_attn.k_proj.weight"].problem
+
+
 def patched(path: Path, name: str, at: int, value: int, width: int) -> None:
     """Another integer `at` bytes behind a tensor's name in the header of a GGUF file."""
     data = bytearray(path.read_bytes())
