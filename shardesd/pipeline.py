@@ -8,8 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from shardesd import matrices, spectra, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard
