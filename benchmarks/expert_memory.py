@@ -21,7 +21,7 @@ from memory_budget import IDLE
 ROWS, COLUMNS, BLOCK = 768, 1024, 128
 SCAN = """
 import sys, shardesd
-result = shardesd.scan(sys.argv[1], device="cpu")
+result = shardesd.scan(sys.argv[1], device="cpu", cache=False)
 assert not len(result.failed), result.failed["reason"].to_list()
 kept = result.layers.sort("longname").select("M", "N", "num_evals", "alpha", "norm", "spectral_norm", "entropy")
 kept.write_csv(sys.argv[2])
