@@ -850,6 +850,8 @@ def test_experts_that_are_stored_stacked_as_the_model_runs_them(name: str, tmp_p
     "name", ["AXK1", "AXK2", "DeepseekV32", "Glm4MoeLite", "HYV4", "MiniCPM3", "Mistral4", "Youtu"]
 )
 def test_latent_attention_of_deepseek_s_relatives(name: str, tmp_path: Path) -> None:
+    if not hasattr(transformers, f"{name}ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} doesn't have it")
     model = made(Case(name, f"{name}ForCausalLM", RELATIVES))
     model.save_pretrained(tmp_path)
     found = emitted(tmp_path)
