@@ -262,7 +262,7 @@ class Neighbours:
     def _others(self, gpu: _Gpu) -> int:
         """Bytes that others hold on a GPU. Raises NVMLError."""
         handle = gpu.visible.handle
-        used = int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
+        used = self._used(handle)
         if not gpu.touched:
             return used
         with suppress(self._nvml.NVMLError):
@@ -277,6 +277,14 @@ class Neighbours:
             gpu.context = beyond if gpu.context is None else min(gpu.context, beyond)
         context = _CONTEXT if gpu.context is None else min(gpu.context, _CONTEXT)
         return max(0, beyond - context)
+
+    def _used(self, handle: Any) -> int:
+        """Bytes in use, without what the driver reserves for itself: half a gigabyte, which the call's first version
+        counts as used on a GPU that nobody uses."""
+        try:
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(handle, version=self._nvml.nvmlMemory_v2).used)
+        except self._nvml.NVMLError:  # an old driver
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
     def _listed(self, index: int) -> bool:
         return not self.options.gpus or index in self.options.gpus

@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 
+RESERVED = 600_000_000
+"""What the first version of the memory call counts as used on an idle GPU."""
+
+
 @dataclass
 class FakeGpu:
     uuid: str
@@ -18,7 +22,10 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    def __init__(self, count: int = 2) -> None:
+    nvmlMemory_v2 = 0x2000028
+
+    def __init__(self, count: int = 2, *, old: bool = False) -> None:
+        self.old = old  # a driver that knows the first version of calls alone
         self.gpus = [FakeGpu(f"GPU-{i}{i}aa-{i}") for i in range(count)]
         self.mig = {"MIG-0123": FakeGpu("MIG-0123")}
 
@@ -36,10 +43,11 @@ class FakeNvml:
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         return gpu.uuid
 
-    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu) -> SimpleNamespace:
-        if gpu.error:
-            raise self.NVMLError(gpu.error)
-        return SimpleNamespace(used=gpu.used, total=80_000_000_000, free=80_000_000_000 - gpu.used)
+    def nvmlDeviceGetMemoryInfo(self, gpu: FakeGpu, version: int | None = None) -> SimpleNamespace:
+        if gpu.error or (version and self.old):
+            raise self.NVMLError(gpu.error or "Function Not Found")
+        used = gpu.used if version == self.nvmlMemory_v2 else gpu.used + RESERVED
+        return SimpleNamespace(used=used, total=80_000_000_000, free=80_000_000_000 - used)
 
     def nvmlDeviceGetComputeRunningProcesses(self, gpu: FakeGpu) -> list[SimpleNamespace]:
         if gpu.error:

@@ -168,3 +168,12 @@ def test_what_is_visible(setting: str | None, found: list[str]) -> None:
     gpus = visible_gpus(nvml, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting})
     assert [gpu.word for gpu in gpus] == found
     assert [gpu.index for gpu in gpus] == list(range(len(found)))
+
+
+def test_an_old_driver_counts_what_it_reserves(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1, mem_threshold=601)
+    watch.nvml.old = True
+    assert watch.check(3) == (0,)
+    other = Watch(tmp_path / "other", 1)
+    other.nvml.old = True
+    assert other.check(9) == ()
