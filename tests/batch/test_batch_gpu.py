@@ -81,7 +81,9 @@ def test_a_gpu_is_left_to_a_neighbour_and_taken_again(tmp_path: Path) -> None:
     number = 0
     while not stop.is_set():
         number += 1
-        for _ in shardesd.scan_many(folders, out=tmp_path / f"out{number}", batch=options, on_event=listen, stop=stop):
+        for _ in shardesd.scan_many(
+            folders, out=tmp_path / f"out{number}", batch=options, on_event=listen, stop=stop, cache=False
+        ):
             pass
     thread.join()
     left = next(at for at, state in states if state == "busy" and at > came - 1.5)

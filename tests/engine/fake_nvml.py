@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-
 RESERVED = 600_000_000
 """What the first version of the memory call counts as used on an idle GPU."""
 
@@ -22,7 +21,7 @@ class FakeNvml:
     class NVMLError(Exception):
         pass
 
-    nvmlMemory_v2 = 0x2000028
+    nvmlMemory_v2 = 0x2000028  # noqa: N815
 
     def __init__(self, count: int = 2, *, old: bool = False) -> None:
         self.old = old  # a driver that knows the first version of calls alone
