@@ -10,8 +10,9 @@ from pathlib import Path
 
 from shardesd.errors import OptionError
 
-GPU_SLOTS = 4
-"""Threads that read, copy and compute for one GPU, each on a stream of its own: while one solves, others read."""
+GPU_SLOTS = 2
+"""Threads that read, copy and compute for one GPU, each on a stream of its own: while one solves, the other reads. More
+of them only wait for the interpreter's lock (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)

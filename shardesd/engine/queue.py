@@ -25,6 +25,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
+_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
 
@@ -313,8 +314,9 @@ class _Run(Generic[K, T]):
         with self._changed:
             if worker.abandoned:
                 return None
-            # Not all that is ready, so that the other slots have some too.
-            most = min(first.task.most, -(-(len(self._ready) + 1) // slots))
+            # Not all that is ready, so that the other slots have some too; but a few take nearly as long as many.
+            share = max(-(-(len(self._ready) + 1) // slots), first.task.most // _LEAST_SHARE)
+            most = min(first.task.most, share)
             self._ready.take_like(worker.tickets, most, lambda ticket: self._fits(ticket, place))
             self._changed.notify_all()
             return list(worker.tickets)
