@@ -22,8 +22,9 @@ HEAD = """
 import json, resource, sys, time
 from pathlib import Path
 import torch
-torch.linalg.eigvalsh(torch.eye(64, device="cuda", dtype=torch.float64))
-torch.linalg.svdvals(torch.eye(64, device="cuda"))
+for index in range(torch.cuda.device_count()):
+    torch.linalg.eigvalsh(torch.eye(64, device=f"cuda:{index}", dtype=torch.float64))
+    torch.linalg.svdvals(torch.eye(64, device=f"cuda:{index}"))
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 folder, device = sys.argv[1], sys.argv[2]
 files = sorted(Path(folder).glob("*.safetensors"))
@@ -43,6 +44,8 @@ result = shardesd.scan(folder, device=device, cache=False)
 """
     + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "notes": notes, "peak"')
 )
+CUSOLVER = SHARDESD.replace("notes =", "spectra.two_stage.unavailable_reason = lambda device: 'left out'; notes =")
+KEPT = "import tempfile; kept = tempfile.TemporaryDirectory()" + SHARDESD.replace("cache=False", "cache_dir=kept.name")
 READ = (
     HEAD
     + """
@@ -135,6 +138,8 @@ def main() -> None:
         if given.kind == "devices":
             row("shardesd scan --device cuda:0,cuda:1", SHARDESD, folder, "cuda:0,cuda:1", given.repeat, base)
             return
+        row("shardesd scan, its spectra kept", KEPT, folder, "cuda:0", given.repeat, base)
+        row("shardesd scan, cuSOLVER alone", CUSOLVER, folder, "cuda:0", given.repeat, base)
         row("read every file once", READ, folder, "", given.repeat, base)
         row("one at a time: read, float64 Gram, eigvalsh", SEQUENTIAL, folder, "", 1, base)
         if not given.quick:

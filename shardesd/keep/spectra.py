@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,8 @@ class Keep:
 
     def flush(self) -> None:
         """Returns once everything that was put is written."""
+        if sys.is_finalizing():  # no thread runs any more
+            return
         with self._changed:
             self._changed.wait_for(lambda: not self._writing)
 
@@ -104,7 +107,11 @@ class Keep:
             if self._writing:
                 return
             self._writing = True
-        threading.Thread(target=self._write, name="shardesd-keep", daemon=True).start()
+        try:
+            # No daemon: at exit the interpreter waits until all is written, which is soon.
+            threading.Thread(target=self._write, name="shardesd-keep", daemon=False).start()
+        except RuntimeError:  # the interpreter is about to exit
+            self._stop()
 
     def _write(self) -> None:
         """Until nothing waits."""
@@ -120,6 +127,9 @@ class Keep:
         except OSError as error:
             folder = self._files.folder.parent
             self._warn(f"spectra are not kept: {folder} can't be written ({error.strerror or error})")
+        self._stop()
+
+    def _stop(self) -> None:
         with self._changed:
             self._writes = self._writing = False
             self._waiting, self._leaving = {}, {}
