@@ -258,7 +258,7 @@ def test_ctrl_c_does_not_wait_for_a_server(tmp_path: Path, words: str) -> None:
         place = f"http://127.0.0.1:{server.getsockname()[1]}"
         process = subprocess.Popen(
             command(*words.split()),
-            env={**os.environ, "HF_ENDPOINT": place, "HF_HOME": str(tmp_path / "home")},
+            env={**os.environ, "HF_ENDPOINT": place, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
             stderr=subprocess.PIPE,
             text=True,
         )
