@@ -201,7 +201,8 @@ class _Scan:
                 keep=open_keep(self._options, self._note) if self._options.cache else None,
             )
             self._announce(pipeline, [device.name for device in devices])
-            with spectra.blas_threads(devices[0].threads if devices else cpu_device().threads):
+            first = devices[0] if devices else cpu_device()
+            with spectra.blas_threads(first.threads, on_cpu=first.name == "cpu"):
                 for analysed in pipeline.rows():
                     self._store.append(analysed.row, analysed.eigs)
                     counts[analysed.row.status] += 1

@@ -99,7 +99,7 @@ class Batch:
             yield from self._settle(plan)
             with ExitStack() as stack:
                 stack.enter_context(self._claims)
-                stack.enter_context(spectra.blas_threads(cpu_device().threads))
+                stack.enter_context(spectra.blas_threads(cpu_device().threads, on_cpu=True))
                 self._open_engine(stack)
                 stack.callback(self._dismiss)
                 stack.callback(self._ahead.close)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,8 +12,6 @@ if TYPE_CHECKING:
 
 _first = threading.Lock()
 _loaded: list[str] = []
-_limits: list[ExitStack] = []
-"""Of each `blas_threads` that is entered."""
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
 """Of each device, with the thread that uses or used it."""
 
@@ -27,10 +24,7 @@ def prepare_worker(device: str, threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    if device == "cpu":
-        with _first:
-            _limit_scipy(threads)
-    else:
+    if device != "cpu":
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
             torch.cuda.set_device(device)
@@ -55,26 +49,15 @@ def _free_stream(device: str) -> torch.cuda.Stream:
     return stream
 
 
-def _limit_scipy(threads: int) -> None:
-    """scipy brings a BLAS of its own, which takes long to load, only CPUs need, and can be limited only once loaded."""
-    from threadpoolctl import threadpool_limits
-
-    loaded = "scipy.linalg.cython_blas" in sys.modules
-    from scipy.linalg import cython_blas  # noqa: F401
-
-    if _limits and not loaded:
-        _limits[-1].enter_context(threadpool_limits(threads, user_api="blas"))
-
-
 @contextmanager
-def blas_threads(threads: int) -> Iterator[None]:
-    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting)."""
+def blas_threads(threads: int, *, on_cpu: bool) -> Iterator[None]:
+    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting).
+
+    `on_cpu` says whether CPUs are to solve. Only they need scipy's own BLAS, which takes long to load.
+    """
+    if on_cpu:
+        from scipy.linalg import cython_blas  # noqa: F401 (only what is loaded already can be limited)
     from threadpoolctl import threadpool_limits
 
-    with ExitStack() as stack:
-        stack.enter_context(threadpool_limits(threads, user_api="blas"))
-        _limits.append(stack)
-        try:
-            yield
-        finally:
-            _limits.remove(stack)
+    with threadpool_limits(threads, user_api="blas"):
+        yield
