@@ -23,7 +23,7 @@ from shardesd.engine import devices
 workers, threads = int(sys.argv[2]), int(sys.argv[3])
 devices.cpu_device = lambda: devices.Device("cpu", slots=workers, threads=threads)
 result = shardesd.scan(sys.argv[1], device="cpu", cache=False)
-assert not result.failed
+assert not len(result.failed)
 """
 
 
