@@ -228,8 +228,9 @@ class HubSource:
                 raise self._no_space(full, ref.size) from error
             raise source_error(fault, repo_id=self._repo_id, revision=self.revision, file=full) from error
         if meter.done != meter.total and progress is not None:
-            size = path.stat().st_size
-            progress(size, size)
+            with suppress(FileNotFoundError):  # another scan's --evict was quick: whoever opens it will see
+                size = path.stat().st_size
+                progress(size, size)
         return path
 
     def _check_space(self, full: str, ref: ShardRef) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 from checkpoints import command, random_weights, sharded
@@ -191,6 +192,28 @@ def test_a_shard_that_another_scan_evicts_before_it_is_opened(
     result = shardesd.scan("org/name", fetch=fetch, cache=False)
     assert result.layers["alpha"].to_list() == local.layers["alpha"].to_list()
     assert {name: source.local(name) is None for name in gone} == dict.fromkeys(gone, fetch == "ranges")
+
+
+def test_a_shard_that_is_evicted_as_soon_as_it_is_here(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    download = huggingface_hub.hf_hub_download
+    left = [2]
+
+    def evicted(*arguments: Any, revision: str, **options: Any) -> str:
+        path = download(*arguments, revision=revision)  # another scan's: no progress is told
+        if left[0] and path.endswith("model-00005-of-00010.safetensors"):
+            left[0] -= 1
+            Path(path).unlink()
+        return path
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", evicted)
+    result = shardesd.scan("org/name", fetch="shards", cache=False)
+    local = shardesd.scan(folder, cache=False)
+    assert left == [0]
+    assert result.layers["alpha"].to_list() == local.layers["alpha"].to_list()
 
 
 def test_a_file_that_is_gone_for_good_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
