@@ -1,0 +1,122 @@
+"""What a batched solver's verdicts lead to, by a fake one on the CPU: only sound rows are taken as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from shardesd import spectra
+from shardesd.checkpoint import StoredMatrix
+from shardesd.errors import MatrixError
+from shardesd.records import Matrix, Spectrum
+from shardesd.spectra import cusolver, eigen, solve, two_stage
+
+N = 24
+BAD = {1: two_stage.TRACE, 3: two_stage.FROBENIUS, 4: two_stage.STUCK, 6: two_stage.TRACE | two_stage.STUCK}
+
+
+def weights(count: int = 8) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((N + 7, N)).astype(np.float32) for _ in range(count)]
+
+
+def exact(W: np.ndarray) -> np.ndarray:
+    return np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A solver whose rows in `BAD` are wrong, and said to be; the sizes of the batches that it was given."""
+    batches: list[int] = []
+
+    def solver(grams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        batches.append(len(grams))
+        verdicts = torch.tensor([BAD.get(at, 0) for at in range(len(grams))], dtype=torch.int32)
+        finite = torch.isfinite(torch.tril(grams)).all(-1).all(-1)
+        eigs = torch.linalg.eigvalsh(torch.where(finite[:, None, None], grams, 0.0))
+        eigs[verdicts != 0] = 12345.0
+        eigs[~finite] = torch.nan
+        verdicts[~finite] |= two_stage.NONFINITE
+        return eigs, verdicts
+
+    def grams(
+        opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
+        out: torch.Tensor,
+        on_error: Callable[[int, Exception], None],
+    ) -> None:
+        for at, open_ in enumerate(opened):
+            with open_() as (matrix,):
+                W = torch.from_numpy(matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64)))
+                out[at] = W.mT @ W
+
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: True)
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", solver)
+    monkeypatch.setattr(solve, "grams_cuda", grams)
+    monkeypatch.setattr(solve, "_refill", lambda matrix, gram: solve._exponent(matrix))
+    return batches
+
+
+def test_rows_that_are_not_sound_are_computed_again(fake: list[int]) -> None:
+    matrices = weights()
+    grams = torch.from_numpy(np.stack([W.T.astype(np.float64) @ W for W in matrices]))
+    found = eigen.eigvalsh_many(grams)
+    assert fake == [8]
+    for W, eigs in zip(matrices, found, strict=True):
+        assert np.abs(eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+
+
+def test_only_they_are(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    again: list[torch.Tensor] = []
+    eigvalsh = torch.linalg.eigvalsh
+    grams = torch.from_numpy(np.stack([W.T.astype(np.float64) @ W for W in weights()]))
+    eigs, verdicts = two_stage.eigvalsh_batched(grams)
+
+    def counted(gram: torch.Tensor) -> torch.Tensor:
+        again.append(gram)
+        return eigvalsh(gram)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", counted)
+    assert two_stage.recompute(grams, eigs, verdicts) == len(BAD)
+    assert [next(at for at in range(8) if torch.equal(grams[at], gram)) for gram in again] == sorted(BAD)
+
+
+def test_a_hopeless_matrix_fails_alone(fake: list[int]) -> None:
+    matrices = weights()
+    matrices[2][0, 0] = np.nan
+    matrices[5][3, 1] = np.inf
+    opened = [lambda W=W: nullcontext([StoredMatrix(W, "F32")]) for W in matrices]
+    results = spectra.compute_many(opened, n=N, device="cpu")
+    for at, (W, result) in enumerate(zip(matrices, results, strict=True)):
+        if at in (2, 5):
+            assert isinstance(result, MatrixError), result
+            assert "NaN or Inf" in str(result)
+        else:
+            assert isinstance(result, Spectrum), result
+            assert np.abs(result.eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_without_it_cusolver_takes_over(monkeypatch: pytest.MonkeyPatch, batched: bool) -> None:
+    grams = torch.from_numpy(np.stack([W.T.astype(np.float64) @ W for W in weights()]))
+    called: list[int] = []
+
+    def xsyev(given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        called.append(len(given))
+        info = torch.zeros(len(given), dtype=torch.int32)
+        info[1] = 7
+        return torch.linalg.eigvalsh(given), info
+
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
+    monkeypatch.setattr(cusolver, "available", lambda: batched)
+    monkeypatch.setattr(cusolver, "eigvalsh_batched", xsyev)
+    found = eigen.eigvalsh_many(grams)
+    assert called == ([8] if batched else [])
+    for at, W in enumerate(weights()):
+        if batched and at == 1:
+            assert np.isnan(found[at]).all(), "what didn't converge is not taken"
+        else:
+            assert np.abs(found[at] - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
