@@ -78,6 +78,8 @@ def read_commands(path: Path) -> list[str]:
     for number, line in enumerate(lines, start=1):
         if len(line) > _LONGEST:
             raise ListError(f"{path}, line {number}: a command of {len(line):,} characters (at most {_LONGEST:,})")
+        if "\0" in line:  # no command can hold one, nor csv on Python 3.10
+            raise ListError(f"{path}, line {number}: a command with a NUL character")
     return [line for line in lines if line and not line.startswith("#")]
 
 

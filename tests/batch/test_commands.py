@@ -119,13 +119,17 @@ def test_what_still_runs_after_a_kill_is_not_started_twice(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_started_fails_by_itself(tmp_path: Path) -> None:
-    assert Commands(["echo \0", "echo fine"], tmp_path, gpu=GpuOptions()).run() == Counts(1, 1, 0)
+    too_long = "echo " + "é" * 70_000  # more bytes than the system takes
+    assert Commands([too_long, "echo fine"], tmp_path, gpu=GpuOptions()).run() == Counts(1, 1, 0)
     (failed, _) = table(tmp_path)
     assert (failed["state"], failed["exit_code"]) == ("failed", "126")
     assert "can't be started" in (tmp_path / failed["log"]).read_text()
     (tmp_path / "long.txt").write_text("echo a\x0cb\u2028c\n" + "x" * 200_000)
     with pytest.raises(ListError, match="line 2: a command of 200,000 characters"):
         read_commands(tmp_path / "long.txt")
+    (tmp_path / "nul.txt").write_bytes(b"echo a\necho \0\n")
+    with pytest.raises(ListError, match="line 2: a command with a NUL"):
+        read_commands(tmp_path / "nul.txt")
     (tmp_path / "one.txt").write_text("echo a\x0cb\u2028c\n")
     assert read_commands(tmp_path / "one.txt") == ["echo a\x0cb\u2028c"]
     for seconds in (0.0, -1.0, float("nan")):
