@@ -110,10 +110,11 @@ def _told(source: Source) -> tuple[str | None, str | None]:
         return (base if isinstance(base, str) and base else None), kind
     if "README.md" in names:
         from huggingface_hub import metadata_load
+        from yaml import YAMLError  # type: ignore[import-untyped,unused-ignore]
 
         try:
             card = metadata_load(source.path("README.md")) or {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, YAMLError):  # a card is written by hand
             return None, None
         base = card.get("base_model")
         base = base[0] if isinstance(base, list) and len(base) == 1 else base

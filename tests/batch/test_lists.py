@@ -44,6 +44,14 @@ def test_create_fills_bases_from_configs(hub: HubServer, tmp_path: Path) -> None
     assert f"4 models written to {out}" in result.stderr
 
 
+@pytest.mark.parametrize("card", ["---\nbase_model: [\n---\n", "---\n- a\n---\n", "---\n\tx: y\n---\n"])
+def test_a_card_that_is_broken_tells_nothing(hub: HubServer, tmp_path: Path, card: str) -> None:
+    hub.add("org/broken", {"README.md": card.encode()})
+    result = cli("models", "create", "org/broken", "--to", tmp_path / "list.csv")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "list.csv").read_text() == "full_name\norg/broken\n"
+
+
 def test_a_search_of_the_hub(hub: HubServer, tmp_path: Path) -> None:
     hub.add("alice/one", {"model.safetensors": b""})
     hub.add("alice/two", {"model.safetensors": b""})
