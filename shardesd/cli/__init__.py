@@ -53,6 +53,7 @@ from shardesd.cli.arguments import (
     Thresh,
     Verbose,
     View,
+    scan_options,
 )
 from shardesd.cli.batch import batch
 from shardesd.cli.cache import cache
@@ -64,7 +65,7 @@ from shardesd.cli.run import run
 from shardesd.cli.session import errors, interruptible
 from shardesd.cli.summarize import summarize
 from shardesd.errors import ResultsError
-from shardesd.options import OutputOptions, ScanOptions, parse_bytes, parse_size
+from shardesd.options import OutputOptions, ScanOptions
 from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
 
@@ -168,35 +169,7 @@ def scan(
 ) -> None:
     """Analyse every weight matrix of a checkpoint."""
     with errors(verbose):
-        options = ScanOptions(
-            fix_fingers=fix_fingers,
-            evals_thresh=evals_thresh,
-            filter_zeros=filter_zeros,
-            bins=bins,
-            solver=solver,
-            precision=precision,
-            max_aspect=max_aspect,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            embeddings=embeddings,
-            delta=delta,
-            round_to_base_dtype=round_to_base_dtype,
-            split=split,
-            layout=layout or "",
-            per_head=per_head,
-            stats=stats,
-            device=device,
-            max_memory=parse_size(max_memory),
-            gpu_memory_fraction=gpu_memory_fraction,
-            allow_pickle=allow_pickle,
-            io=io,
-            fetch=fetch,
-            evict=evict,
-            max_disk=parse_size(max_disk),
-            cache=not no_cache,
-            cache_dir=cache_dir,
-            max_cache=parse_bytes(max_cache),
-        )
+        options = scan_options(locals())
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped, view=view)
         what = {
             "model": repo,

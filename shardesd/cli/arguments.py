@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Annotated, Any
 
 import typer
 
@@ -16,7 +18,11 @@ from shardesd.options import (
     SOLVERS,
     SPLITS,
     VIEWS,
+    GpuOptions,
     ScanOptions,
+    parse_bytes,
+    parse_gpus,
+    parse_size,
 )
 
 MAX_CACHE = f"{ScanOptions().max_cache / 1e9:g}GB"
@@ -109,3 +115,37 @@ MaxChecks = Annotated[
 ]
 CheckEvery = Annotated[float, typer.Option("--check-every", metavar="SECONDS", help="Between two checks.")]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="|".join(LOG_LEVELS), help="Of the log file.")]
+
+
+def scan_options(given: Mapping[str, Any]) -> ScanOptions:
+    """The options among a command's own arguments, by name; of those that it doesn't have, the defaults."""
+    found = {field.name: given[field.name] for field in fields(ScanOptions) if field.name in given}
+    for name, convert in _CONVERTED.items():
+        if name in found:
+            found[name] = convert(found[name])
+    if "no_cache" in given:
+        found["cache"] = not given["no_cache"]
+    return ScanOptions(**found)
+
+
+def gpu_options(given: Mapping[str, Any]) -> GpuOptions:
+    """See `scan_options`."""
+    return GpuOptions(
+        gpus=parse_gpus(given["gpus"]),
+        max_gpus=given["max_gpus"],
+        per_job=given["gpus_per_job"],
+        mem_threshold=given["gpu_mem_threshold"],
+        max_checks=given["max_checks"],
+        check_every=given["check_every"],
+    )
+
+
+_CONVERTED: dict[str, Callable[[Any], Any]] = {
+    "include": lambda globs: tuple(globs or ()),
+    "exclude": lambda globs: tuple(globs or ()),
+    "layout": lambda file: file or "",
+    "max_memory": parse_size,
+    "max_disk": parse_size,
+    "max_cache": parse_bytes,
+}
+"""What the command line gives in another form."""

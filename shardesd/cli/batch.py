@@ -51,6 +51,8 @@ from shardesd.cli.arguments import (
     Stats,
     Thresh,
     Verbose,
+    gpu_options,
+    scan_options,
 )
 from shardesd.cli.session import at_once, errors, interruptible, on_hangup
 from shardesd.options import (
@@ -58,9 +60,6 @@ from shardesd.options import (
     GpuOptions,
     OutputOptions,
     ScanOptions,
-    parse_bytes,
-    parse_gpus,
-    parse_size,
 )
 
 if TYPE_CHECKING:
@@ -137,35 +136,7 @@ def batch(
 ) -> None:
     """Work through a list of models; interrupt it, kill it, run it again or several times at once."""
     with errors(verbose):
-        options = ScanOptions(
-            fix_fingers=fix_fingers,
-            evals_thresh=evals_thresh,
-            filter_zeros=filter_zeros,
-            bins=bins,
-            solver=solver,
-            precision=precision,
-            max_aspect=max_aspect,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            embeddings=embeddings,
-            delta=delta,
-            round_to_base_dtype=round_to_base_dtype,
-            split=split,
-            layout=layout or "",
-            per_head=per_head,
-            stats=stats,
-            device=device,
-            max_memory=parse_size(max_memory),
-            gpu_memory_fraction=gpu_memory_fraction,
-            allow_pickle=allow_pickle,
-            io=io,
-            fetch=fetch,
-            evict=evict,
-            max_disk=parse_size(max_disk),
-            cache=not no_cache,
-            cache_dir=cache_dir,
-            max_cache=parse_bytes(max_cache),
-        )
+        options = scan_options(locals())
         output = OutputOptions(out=out, format=format, overwrite=overwrite, show_skipped=show_skipped)
         how = BatchOptions(
             limit=limit,
@@ -175,14 +146,7 @@ def batch(
             retries=retries,
             backoff=backoff,
             retry_failed=retry_failed,
-            gpu=GpuOptions(
-                gpus=parse_gpus(gpus),
-                max_gpus=max_gpus,
-                per_job=gpus_per_job,
-                mem_threshold=gpu_mem_threshold,
-                max_checks=max_checks,
-                check_every=check_every,
-            ),
+            gpu=gpu_options(locals()),
         )
         from shardesd.batch import read_list
 

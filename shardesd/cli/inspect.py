@@ -24,6 +24,7 @@ from shardesd.cli.arguments import (
     Solver,
     Split,
     Verbose,
+    scan_options,
 )
 from shardesd.cli.session import errors
 from shardesd.options import ScanOptions
@@ -58,19 +59,6 @@ def inspect(
         from shardesd.inspector import inspect as run
         from shardesd.show import inspection_lines
 
-        options = ScanOptions(
-            solver=solver,
-            precision=precision,
-            max_aspect=max_aspect,
-            include=tuple(include or ()),
-            exclude=tuple(exclude or ()),
-            embeddings=embeddings,
-            split=split,
-            layout=layout or "",
-            per_head=per_head,
-            fetch=fetch,
-            cache=not no_cache,
-            cache_dir=cache_dir,
-        )
+        options = scan_options(locals())
         found = asdict(run(repo, options, revision=revision, base=base))
         typer.echo(dumps(found) if json else "\n".join(inspection_lines(found)))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from shardesd.cli.arguments import Bins, FilterZeros, FixFingers, Quiet, Thresh, Verbose
+from shardesd.cli.arguments import Bins, FilterZeros, FixFingers, Quiet, Thresh, Verbose, scan_options
 from shardesd.cli.session import errors
 from shardesd.options import ScanOptions
 
@@ -26,7 +26,7 @@ def refit(
     with errors(verbose):
         from shardesd.refitter import refit as run
 
-        options = ScanOptions(fix_fingers=fix_fingers, evals_thresh=evals_thresh, filter_zeros=filter_zeros, bins=bins)
+        options = scan_options(locals())
         failed = 0
         for model in run(folder, options):
             failed += bool(model.problem)

@@ -20,9 +20,10 @@ from shardesd.cli.arguments import (
     Overwrite,
     Quiet,
     Verbose,
+    gpu_options,
 )
 from shardesd.cli.session import errors, interruptible, on_hangup
-from shardesd.options import GpuOptions, OutputOptions, parse_gpus
+from shardesd.options import GpuOptions, OutputOptions
 
 if TYPE_CHECKING:
     from shardesd.commands import JobEvent
@@ -58,14 +59,7 @@ def run(
         from shardesd.commands import Commands, read_commands
         from shardesd.events import JobEnded
 
-        gpu = GpuOptions(
-            gpus=parse_gpus(gpus),
-            max_gpus=max_gpus,
-            per_job=gpus_per_job,
-            mem_threshold=gpu_mem_threshold,
-            max_checks=max_checks,
-            check_every=check_every,
-        )
+        gpu = gpu_options(locals())
         listed = read_commands(Path(commands))
 
         def show(event: JobEvent | GpuChanged) -> None:
