@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 from shardesd.engine.devices import Device
 from shardesd.engine.ready import Ready
 from shardesd.engine.threads import close_at_exit, quick_turns, start
-from shardesd.engine.work import DeviceState, Outcome, State, Task, Ticket, Trouble
+from shardesd.engine.work import DeviceState, FeedError, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -30,13 +30,6 @@ _GATHER = 0.02  # seconds for which a group that could be larger waits for more 
 
 
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
-
-
-class _FeedError:
-    """The caller's iterator of tasks raised: its exception ends `Engine.map`, after the tasks before it."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 class Engine:
@@ -132,7 +125,7 @@ class _Run(Generic[K, T]):
         self._run_many = run_many
         self._on_start = on_start
         self._stop = stop
-        self._done: queue.SimpleQueue[Outcome[K, T] | _FeedError | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Outcome[K, T] | FeedError | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
@@ -166,7 +159,7 @@ class _Run(Generic[K, T]):
                 continue
             if item is None:
                 fed = True
-            elif isinstance(item, _FeedError):
+            elif isinstance(item, FeedError):
                 fed, failure = True, item.error
             else:
                 yield item
@@ -247,7 +240,7 @@ class _Run(Generic[K, T]):
                     self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
-            self._done.put(_FeedError(error))
+            self._done.put(FeedError(error))
         finally:
             self._all_here.set()
 

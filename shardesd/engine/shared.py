@@ -16,7 +16,7 @@ from typing import Any
 
 from shardesd.engine.devices import Device
 from shardesd.engine.queue import Engine, RunMany
-from shardesd.engine.work import Outcome, State, Task
+from shardesd.engine.work import FeedError, Outcome, State, Task
 
 _POLL_SECONDS = 0.2
 _Any = Task[Any, Any]
@@ -24,11 +24,6 @@ _Any = Task[Any, Any]
 
 class _NotHere(Exception):
     """A task was begun on a device that is no longer to be used, or for a scan that has stopped."""
-
-
-class _FeedError:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 class _Client:
@@ -44,7 +39,7 @@ class _Client:
         self.closed = False
         self.state: State[Any] | None = None
         """As the engine was seen last, and the scan has not been told."""
-        self.done: queue.SimpleQueue[Outcome[Any, Any] | _FeedError | None] = queue.SimpleQueue()
+        self.done: queue.SimpleQueue[Outcome[Any, Any] | FeedError | None] = queue.SimpleQueue()
 
     @property
     def over(self) -> bool:
@@ -142,7 +137,7 @@ class SharedEngine(Engine):
                 continue
             if item is None:
                 fed = True
-            elif isinstance(item, _FeedError):
+            elif isinstance(item, FeedError):
                 fed, failure = True, item.error
             else:
                 yield item
@@ -165,7 +160,7 @@ class SharedEngine(Engine):
                         return
             client.done.put(None)
         except BaseException as error:
-            client.done.put(_FeedError(error))
+            client.done.put(FeedError(error))
 
     def _withdraw(self, client: _Client) -> None:
         """Takes back what waits to be begun again."""

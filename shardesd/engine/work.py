@@ -80,3 +80,10 @@ class Ticket(Generic[K, T]):
     cpu_only: bool = False
     passed_over: int = 0
     delivered: bool = field(default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FeedError:
+    """The caller's iterator of tasks raised: its exception ends `map`, after the tasks before it."""
+
+    error: BaseException
