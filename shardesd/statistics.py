@@ -207,8 +207,9 @@ def can_count(dtype: str) -> bool:
 
 def count(raw: np.ndarray, dtype: str) -> metrics.Moments | None:
     """The moments of raw elements, one chunk at a time."""
-    scratch: metrics.Scratch = _local.__dict__.setdefault("scratch", None) or metrics.Scratch(_CHUNK_ELEMENTS)
-    _local.scratch = scratch
+    if not hasattr(_local, "scratch"):
+        _local.scratch = metrics.Scratch(_CHUNK_ELEMENTS)
+    scratch: metrics.Scratch = _local.scratch
     flat = raw.reshape(-1)
     with np.errstate(all="ignore"):  # NaN and Inf go into what they make so
         return metrics.merge(scratch.moments(chunk) for chunk in _chunks(flat, dtype))

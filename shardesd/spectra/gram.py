@@ -200,8 +200,9 @@ def _alike(members: list[_Member]) -> Iterator[list[_Member]]:
 
 def _staging() -> _Staging:
     """This thread's."""
-    staging: _Staging = _local.__dict__.setdefault("staging", None) or _Staging()
-    _local.staging = staging
+    if not hasattr(_local, "staging"):
+        _local.staging = _Staging()
+    staging: _Staging = _local.staging
     return staging
 
 
