@@ -4,8 +4,9 @@
     python benchmarks/gpu_scan.py experts [--experts 512] 512 experts of 768 × 2048 beside a few dense matrices
     python benchmarks/gpu_scan.py devices                one GPU against two
 
-Seconds are wall-clock after imports and CUDA's start, from a warm page cache; medians of `--repeat` runs. Host memory
-is the process's peak above that of the same process before the scan.
+Seconds are wall-clock after imports and CUDA's start, from a warm page cache (`--cold`: from the disk, as far as the
+machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's peak above that of the same
+process before the scan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import tempfile
 from pathlib import Path
 
 HEAD = """
-import json, resource, sys, time
+import json, os, resource, sys, time
 from pathlib import Path
 import torch
 for index in range(torch.cuda.device_count()):
@@ -28,6 +29,11 @@ for index in range(torch.cuda.device_count()):
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 folder, device = sys.argv[1], sys.argv[2]
 files = sorted(Path(folder).glob("*.safetensors"))
+if sys.argv[3] == "cold":
+    for file in files:
+        with open(file, "rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 """
 TAIL = """
 torch.cuda.synchronize()
@@ -91,10 +97,9 @@ for name, W in weights.items():
 )
 
 
-def run(code: str, folder: Path, device: str) -> dict[str, object] | None:
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder), device], capture_output=True, text=True, check=False
-    )
+def run(code: str, folder: Path, device: str, cold: bool) -> dict[str, object] | None:
+    words = [str(folder), device, "cold" if cold else "warm"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         print("    failed:", done.stderr.strip().splitlines()[-1:], flush=True)
         return None
@@ -102,8 +107,8 @@ def run(code: str, folder: Path, device: str) -> dict[str, object] | None:
     return result
 
 
-def row(name: str, code: str, folder: Path, device: str, repeat: int, base: float) -> float:
-    results = [result for _ in range(repeat) if (result := run(code, folder, device))]
+def row(name: str, code: str, folder: Path, device: str, repeat: int, base: float, cold: bool = False) -> float:
+    results = [result for _ in range(repeat) if (result := run(code, folder, device, cold))]
     if not results:
         return base
     seconds = statistics.median(float(str(result["seconds"])) for result in results)
@@ -121,6 +126,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="only: read from the disk, and scanned from it")
     parser.add_argument("--quick", action="store_true", help="leave the common procedure out")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
@@ -133,7 +139,11 @@ def main() -> None:
         subprocess.run(
             [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(), torch.__version__)"], check=True
         )
-        print(f"{'procedure':<48}{'seconds':>9}{'× shardesd':>12}{'host MB':>10}")
+        print(f"{'procedure':<48}{'seconds':>9}{'× the first':>12}{'host MB':>10}")
+        if given.cold:
+            base = row("read every file once", READ, folder, "", given.repeat, 0.0, True)
+            row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, base, True)
+            return
         base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
         if given.kind == "devices":
             row("shardesd scan --device cuda:0,cuda:1", SHARDESD, folder, "cuda:0,cuda:1", given.repeat, base)
