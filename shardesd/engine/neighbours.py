@@ -51,7 +51,7 @@ class _Gpu:
     touched: bool = False
     """This process has used it, and so holds at least a driver's context on it."""
     context: int | None = None
-    """Bytes that our own driver context holds on it, where the driver doesn't tell whose memory is whose."""
+    """Bytes that our own driver context is taken to hold on it, where the driver doesn't tell whose memory is whose."""
     lock: filelock.BaseFileLock | None = None
     since: float = 0.0
     waited: float = 0.0
@@ -261,8 +261,8 @@ class Neighbours:
 
     def _others(self, gpu: _Gpu) -> int:
         """Bytes that others hold on a GPU. Raises NVMLError."""
-        handle = gpu.visible.handle
-        used = self._used(handle)
+        handle, index = gpu.visible.handle, gpu.visible.index
+        before, used, after = self._own(index), self._used(handle), self._own(index)
         if not gpu.touched:
             return used
         with suppress(self._nvml.NVMLError):
@@ -270,13 +270,16 @@ class Neighbours:
                 if process.pid == os.getpid() and process.usedGpuMemory is not None:
                     return max(0, used - int(process.usedGpuMemory))
         # In a container NVML names no process, or by another number: then what torch has not allocated itself, and
-        # what the driver's context took when the GPU was ours alone, is others'.
-        own = self._own(gpu.visible.index)
-        beyond = max(0, used - own)
-        if own:
-            gpu.context = beyond if gpu.context is None else min(gpu.context, beyond)
-        context = _CONTEXT if gpu.context is None else min(gpu.context, _CONTEXT)
-        return max(0, beyond - context)
+        # what the driver's context takes, is others'. The context grows as libraries load their kernels: what comes
+        # in smaller steps than a neighbour worth leaving for is taken for that, up to a gigabyte.
+        beyond = max(0, used - max(before, after))
+        if 0 < before == after:  # else `beyond` tells of what torch has allocated or freed meanwhile
+            context = min(beyond, _CONTEXT)
+            if gpu.context is None:
+                gpu.context = context
+            elif beyond - gpu.context < self.options.mem_threshold * _MB:
+                gpu.context = max(gpu.context, context)
+        return max(0, beyond - (_CONTEXT if gpu.context is None else gpu.context))
 
     def _used(self, handle: Any) -> int:
         """Bytes in use, without what the driver reserves for itself: half a gigabyte, which the call's first version

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fake_nvml import FakeNvml
+from fake_nvml import FakeGpu, FakeNvml
 
 from shardesd.engine import Neighbours, visible_gpus
 from shardesd.events import GpuChanged
@@ -96,6 +96,42 @@ def test_where_the_driver_names_no_processes_our_part_is_reckoned(tmp_path: Path
     assert watch.check() == ()
     watch.allocated[0], gpu.used = 0, 600 * MB  # they have gone, and we have handed back what we can
     assert watch.check(3) == (0,)
+
+
+def test_memory_that_comes_between_two_questions_is_not_taken_for_a_small_context(tmp_path: Path) -> None:
+    """torch may allocate after NVML was asked and before torch is: its context would seem to be nothing at all."""
+    watch = Watch(tmp_path, 1)
+    watch.check(3)
+    gpu = watch.nvml.gpus[0]
+    ask = watch.nvml.nvmlDeviceGetMemoryInfo
+
+    def asked_too_early(gpu: FakeGpu, version: int | None = None) -> SimpleNamespace:
+        answer = ask(gpu, version)
+        watch.allocated[0] = 3000 * MB
+        return answer
+
+    watch.allocated[0], gpu.used = 200 * MB, 900 * MB
+    watch.nvml.nvmlDeviceGetMemoryInfo = asked_too_early  # type: ignore[method-assign]
+    assert watch.check() == (0,)
+    gpu.used = 3700 * MB
+    assert watch.check(3) == (0,)
+    gpu.used += 500 * MB
+    assert watch.check() == ()
+
+
+def test_a_context_that_grows_as_libraries_load_is_ours_up_to_a_gigabyte(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1)
+    watch.check(3)
+    gpu = watch.nvml.gpus[0]
+    watch.allocated[0] = 1000 * MB
+    for context in (300, 550, 800, 1000):
+        gpu.used = (1000 + context) * MB
+        assert watch.check() == (0,), context
+    for context in (1200, 1499):
+        gpu.used = (1000 + context) * MB
+        assert watch.check() == (0,), "no more than the threshold beyond it"
+    gpu.used = (1000 + 1500) * MB
+    assert watch.check() == ()
 
 
 def test_errors_and_a_gpu_that_vanishes(tmp_path: Path) -> None:
