@@ -126,16 +126,18 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--model", type=Path, help="a checkpoint that is there, instead of making one")
     parser.add_argument("--cold", action="store_true", help="only: read from the disk, and scanned from it")
     parser.add_argument("--quick", action="store_true", help="leave the common procedure out")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
-        folder = Path(root) / "model"
+        folder = given.model or Path(root) / "model"
         script = [sys.executable, str(Path(__file__).with_name("checkpoints.py"))]
         shape = ["llama", str(folder), "--hidden", "4096", "--mlp", "11008", "--layers", str(given.layers)]
         if given.kind == "experts":
             shape = ["experts", str(folder), "--experts", str(given.experts)]
-        print(subprocess.run([*script, *shape], check=True, capture_output=True, text=True).stdout.strip())
+        if not given.model:
+            print(subprocess.run([*script, *shape], check=True, capture_output=True, text=True).stdout.strip())
         subprocess.run(
             [sys.executable, "-c", "import torch; print(torch.cuda.get_device_name(), torch.__version__)"], check=True
         )
