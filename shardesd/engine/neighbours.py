@@ -12,6 +12,7 @@ import re
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -133,6 +134,7 @@ class Neighbours:
         now = clock()
         self._gpus = {gpu.index: _Gpu(gpu, since=now) for gpu in gpus}
         self._lock = threading.RLock()
+        self._untold: deque[GpuChanged] = deque()
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self.changed = threading.Condition(self._lock)
@@ -178,9 +180,15 @@ class Neighbours:
             for gpu in self._gpus.values():
                 self._check(gpu)
             self.changed.notify_all()
+        self._tell()
 
     def take(self, count: int) -> tuple[int, ...]:
         """So many free GPUs, ours from now on; none where there aren't enough."""
+        chosen = self._chosen(count)
+        self._tell()
+        return chosen
+
+    def _chosen(self, count: int) -> tuple[int, ...]:
         with self._lock:
             allowed = (self.options.max_gpus or len(self._gpus)) - self._held()
             free = self.free if count <= allowed else ()
@@ -192,18 +200,22 @@ class Neighbours:
                     chosen.append(index)
             if len(chosen) < count:
                 for index in chosen:
-                    self.leave(index)
+                    self._leave(index)
                 return ()
             return tuple(chosen)
 
     def leave(self, index: int) -> None:
         """A GPU is no longer needed. It has to prove free again, since what ran on it may still be ending."""
         with self._lock:
-            gpu = self._gpus[index]
-            if gpu.state == "ours":
-                self._set(gpu, "waiting")
-                gpu.quiet = 0
+            self._leave(index)
             self.changed.notify_all()
+        self._tell()
+
+    def _leave(self, index: int) -> None:
+        gpu = self._gpus[index]
+        if gpu.state == "ours":
+            self._set(gpu, "waiting")
+            gpu.quiet = 0
 
     def use(self) -> list[GpuUse]:
         """How long each GPU was waited for and held so far."""
@@ -322,7 +334,16 @@ class Neighbours:
         if gpu.state == "ours":
             self._unlock(gpu)
         gpu.state = state
-        self._on_change(GpuChanged(gpu=f"cuda:{gpu.visible.index}", state=state, others_bytes=others, why=why))
+        self._untold.append(GpuChanged(gpu=f"cuda:{gpu.visible.index}", state=state, others_bytes=others, why=why))
+
+    def _tell(self) -> None:
+        """Never while the lock is held: who is told may wait for a lock of their own, whose holder asks for `ours`."""
+        while True:
+            try:
+                change = self._untold.popleft()
+            except IndexError:
+                return
+            self._on_change(change)
 
     def _account(self, gpu: _Gpu) -> None:
         now = self._clock()

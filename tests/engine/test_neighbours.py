@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -132,6 +133,20 @@ def test_a_context_that_grows_as_libraries_load_is_ours_up_to_a_gigabyte(tmp_pat
         assert watch.check() == (0,), "no more than the threshold beyond it"
     gpu.used = (1000 + 1500) * MB
     assert watch.check() == ()
+
+
+def test_who_is_told_of_a_change_may_wait_for_one_who_asks_which_gpus_are_ours(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1, max_checks=1)
+    asked: list[tuple[int, ...]] = []
+
+    def told(change: GpuChanged) -> None:
+        other = threading.Thread(target=lambda: asked.append(watch.neighbours.ours), daemon=True)
+        other.start()
+        other.join(10)
+
+    watch.neighbours._on_change = told
+    watch.neighbours.check()
+    assert asked == [(0,), (0,)], "free, and ours"
 
 
 def test_errors_and_a_gpu_that_vanishes(tmp_path: Path) -> None:
