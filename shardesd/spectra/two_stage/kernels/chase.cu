@@ -171,12 +171,17 @@ __device__ __forceinline__ void bulge_loop(const Job& job, double* ring, Sweep& 
 #pragma unroll
       for (int i = 0; i < 8; i++) { B[0][i] -= v0 * y[i]; B[1][i] -= v1 * y[i]; }
       if (t4 == 0) { B[0][0] = row ? 0.0 : beta; B[1][0] = 0.0; }
-      if (out || whole) {
-        double* o = out ? job.band + (size_t)(s + 1 + NB * k) * LDB + NB + row + t4 * (LDB - 1) : p;
+      if (out) {
+        double* o = job.band + (size_t)(s + 1 + NB * k) * LDB + NB + row + t4 * (LDB - 1);
 #pragma unroll
         for (int i = 0; i < 8; i++)
 #pragma unroll
           for (int r = 0; r < 2; r++) o[8 * r + column(i) * (LDB - 1)] = B[r][i];
+      } else if (whole) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+          for (int r = 0; r < 2; r++) p[8 * r + column(i) * (LDB - 1)] = B[r][i];
       } else {
 #pragma unroll
         for (int i = 0; i < 8; i++)
@@ -235,15 +240,26 @@ __device__ __forceinline__ void diagonal_loop(const Job& job, double* ring, Swee
 #pragma unroll
         for (int i = 0; i < 8; i++) D[r][i] -= vr[r] * wc[i] + w[r] * vc[i];
       }
-      double* const o = out ? job.band + (size_t)(s + 1 + NB * k) * LDB + row + t4 * (LDB - 1) : low;
+      if (out) {
+        double* o = job.band + (size_t)(s + 1 + NB * k) * LDB + row + t4 * (LDB - 1);
 #pragma unroll
-      for (int i = 0; i < 8; i++)
+        for (int i = 0; i < 8; i++)
 #pragma unroll
-        for (int r = 0; r < 2; r++)
-          if (column(i) - 8 * r <= diag) {
-            if (out || whole) o[8 * r + column(i) * (LDB - 1)] = D[r][i];
-            else ring[wrap(base + t4 + column(i)) * LDB + row + 8 * r - t4 - column(i)] = D[r][i];
-          }
+          for (int r = 0; r < 2; r++)
+            if (column(i) - 8 * r <= diag) o[8 * r + column(i) * (LDB - 1)] = D[r][i];
+      } else if (whole) {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            if (column(i) - 8 * r <= diag) low[8 * r + column(i) * (LDB - 1)] = D[r][i];
+      } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+          for (int r = 0; r < 2; r++)
+            if (column(i) - 8 * r <= diag) ring[wrap(base + t4 + column(i)) * LDB + row + 8 * r - t4 - column(i)] = D[r][i];
+      }
       if (out && k) // columns whose bulge an earlier sweep of the group annihilated: clear what global memory still holds of it
         for (int back = 1 + h; back < GROUP; back += 2)
           if (NB + back + lane < LDB) job.band[(size_t)(s + 1 + NB * k - back) * LDB + NB + back + lane] = 0.0;
