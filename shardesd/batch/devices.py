@@ -15,6 +15,7 @@ from shardesd.engine import (
     SharedEngine,
     available_memory,
     discover,
+    has_context,
     load_nvml,
     visible_gpus,
 )
@@ -132,7 +133,9 @@ def _nvml(emit: Callable[[BatchEvent], None]) -> tuple[Any, Any] | None:
     return nvml, gpus
 
 
-def _allocated(index: int) -> int:
-    import torch
-
+def _allocated(index: int) -> int | None:
+    """What torch has allocated on a GPU, in bytes; None where this process has no context there."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized() or not has_context(index):
+        return None
     return int(torch.cuda.memory_reserved(index))

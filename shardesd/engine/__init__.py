@@ -1,6 +1,6 @@
 """Devices, the memory budget and the queue that carry the work. Knows nothing of what the work computes."""
 
-from shardesd.engine.devices import Device, available_memory, cpu_count, cpu_device, discover, peak_memory
+from shardesd.engine.devices import Device, available_memory, cpu_count, cpu_device, discover, has_context, peak_memory
 from shardesd.engine.neighbours import GpuUse, Neighbours, Visible, load_nvml, visible_gpus
 from shardesd.engine.queue import Engine
 from shardesd.engine.shared import SharedEngine
@@ -22,6 +22,7 @@ __all__ = [
     "cpu_count",
     "cpu_device",
     "discover",
+    "has_context",
     "load_nvml",
     "peak_memory",
     "visible_gpus",

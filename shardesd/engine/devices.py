@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -48,6 +49,18 @@ def discover(choice: str, gpu_memory_fraction: float) -> tuple[Device, ...]:
         if int(name.removeprefix("cuda:")) >= count:
             raise OptionError(f"--device '{name}': this machine has cuda:0 … cuda:{count - 1}")
     return tuple(_gpu(name, gpu_memory_fraction) for name in names)
+
+
+def has_context(index: int) -> bool:
+    """Whether this process, whose torch has started CUDA, has a driver's context on that device: half a gigabyte."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
+    if driver.cuDeviceGet(ctypes.byref(device), index):
+        return True
+    return bool(driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) or active.value)
 
 
 def cpu_device() -> Device:

@@ -50,7 +50,7 @@ class _Gpu:
     """Checks in a row in which it was free."""
     errors: int = 0
     touched: bool = False
-    """This process has used it, and so holds at least a driver's context on it."""
+    """This process has used it, or is about to, and so holds at least a driver's context on it."""
     context: int | None = None
     """Bytes that our own driver context is taken to hold on it, where the driver doesn't tell whose memory is whose."""
     lock: filelock.BaseFileLock | None = None
@@ -107,7 +107,8 @@ def visible_gpus(nvml: Any, environment: Mapping[str, str] = os.environ) -> list
 class Neighbours:
     """Watches GPUs; `ours` are those that may be used now. `check` looks once, `start` goes on looking.
 
-    `own` gives the bytes that this process itself has allocated on a GPU, by its CUDA number.
+    `own` gives the bytes that this process itself has allocated on a GPU, by its CUDA number; None where it has not
+    used that GPU at all, and so not even a driver's context is there.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class Neighbours:
         options: GpuOptions,
         *,
         on_change: Callable[[GpuChanged], None] = lambda change: None,
-        own: Callable[[int], int] = lambda index: 0,
+        own: Callable[[int], int | None] = lambda index: None,
         clock: Callable[[], float] = time.monotonic,
         locks: Path | None = None,
         auto_take: bool = True,
@@ -275,8 +276,10 @@ class Neighbours:
         """Bytes that others hold on a GPU. Raises NVMLError."""
         handle, index = gpu.visible.handle, gpu.visible.index
         before, used, after = self._own(index), self._used(handle), self._own(index)
+        gpu.touched |= before is not None or after is not None
         if not gpu.touched:
             return used
+        before, after = before or 0, after or 0
         with suppress(self._nvml.NVMLError):
             for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
                 if process.pid == os.getpid() and process.usedGpuMemory is not None:

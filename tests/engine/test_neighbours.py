@@ -30,7 +30,7 @@ class Watch:
             visible_gpus(self.nvml, {}),
             GpuOptions(**{"max_checks": 3, **options}),  # type: ignore[arg-type]
             on_change=self.changes.append,
-            own=lambda index: self.allocated.get(index, 0),
+            own=lambda index: self.allocated.get(index),
             clock=lambda: self.now,
             locks=tmp_path,
             auto_take=auto,
@@ -97,6 +97,15 @@ def test_where_the_driver_names_no_processes_our_part_is_reckoned(tmp_path: Path
     assert watch.check() == ()
     watch.allocated[0], gpu.used = 0, 600 * MB  # they have gone, and we have handed back what we can
     assert watch.check(3) == (0,)
+
+
+def test_a_context_of_an_earlier_batch_in_this_process_is_ours(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 1)
+    watch.allocated[0], watch.nvml.gpus[0].used = 0, 700 * MB
+    assert watch.check(3) == (0,)
+    other = Watch(tmp_path / "other", 1)
+    other.nvml.gpus[0].used = 700 * MB
+    assert other.check(3) == (), "where we never were, it is someone else's"
 
 
 def test_memory_that_comes_between_two_questions_is_not_taken_for_a_small_context(tmp_path: Path) -> None:
