@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
 
+UPLOAD_BYTES = 64_000_000
+"""Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, and a long
+range is read by more threads: 64 MB made a scan on two GPUs a quarter faster than 16 (docs/performance.md)."""
+
+_PACKED_BYTES = 8_000_000
+"""The largest matrix that travels together with others: of larger ones only the lower triangle is multiplied."""
+
 _COLUMNS = 1024
 """Of a Gram that are multiplied at once on a GPU: fewer of the upper triangle's products, in products still large."""
 
@@ -116,7 +123,7 @@ class _Staging:
     def __init__(self) -> None:
         import torch
 
-        self._buffers = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._sent: list[torch.cuda.Event | None] = [None, None]
         self._next = 0
 
@@ -139,7 +146,7 @@ class _Staging:
     def upload(self, matrix: Matrix, device: torch.device) -> Iterator[torch.Tensor]:
         """Blocks of rows on the device, as they are stored."""
         M, N = matrix.shape
-        for start, stop in _spans(M, N * matrix.itemsize, BLOCK_BYTES):
+        for start, stop in _spans(M, N * matrix.itemsize, UPLOAD_BYTES):
             yield self.send(matrix.rows(start, stop, self.buffer().numpy()), device)
 
     def pack(self) -> _Pack:
@@ -157,7 +164,8 @@ class _Pack:
 
     def takes(self, matrix: Matrix) -> bool:
         M, N = matrix.shape
-        return self._end + M * N * matrix.itemsize <= BLOCK_BYTES and 2 * M * N * matrix.itemsize <= BLOCK_BYTES
+        nbytes = M * N * matrix.itemsize
+        return nbytes <= _PACKED_BYTES and self._end + nbytes <= UPLOAD_BYTES
 
     def add(self, at: int, matrix: Matrix) -> None:
         if self._buffer is None:

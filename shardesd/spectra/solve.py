@@ -18,7 +18,7 @@ from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
-from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
+from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     """Memory of a GPU that one M × N matrix takes there at its peak."""
     if solver == "svd":
         return 3 * M * N * 8
-    stored = M * N * itemsize if M < N else BLOCK_BYTES
-    return eigen_bytes(min(M, N)) + stored + 2 * min(8 * BLOCK_BYTES, 8 * M * N)
+    stored = M * N * itemsize if M < N else min(UPLOAD_BYTES, M * N * itemsize)
+    return eigen_bytes(min(M, N)) + stored + 2 * min(4 * UPLOAD_BYTES, 8 * M * N)
 
 
 def _one(matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float) -> tuple[np.ndarray, str]:
