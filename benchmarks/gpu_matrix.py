@@ -74,7 +74,7 @@ def row(n: int, batch: int, repeat: int) -> None:
         cell(lambda: cusolver.eigvalsh_batched(grams_of(A_BMN))[0][ends].cpu().numpy(), batch, repeat)
     else:
         cells.append(f"{'–':>10} {'':>8}")
-    cell(lambda: eigen.eigvalsh_many(grams_of(A_BMN))[ends], batch, repeat)
+    cell(lambda: eigen.eigvalsh_many(grams_of(A_BMN)).eigs[ends], batch, repeat)
     print(" ".join(cells), flush=True)
 
 

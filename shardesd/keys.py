@@ -21,19 +21,25 @@ from shardesd.records import (
     MatrixRef,
     Row,
     Skip,
+    Spectrum,
     TensorRef,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Analysed:
-    """A final row, its λ (None for a failed one) and the bytes of weights that were read for it."""
+    """A final row, its spectrum (None for a failed one) and the bytes of weights that were read for it."""
 
     row: Row
-    eigs: np.ndarray | None
+    spectrum: Spectrum | None
     nbytes: int
     kept: bool = False
     """Whether the λ were taken from those that are kept."""
+
+    @property
+    def eigs(self) -> np.ndarray | None:
+        """Its λ."""
+        return None if self.spectrum is None else self.spectrum.eigs
 
 
 @dataclass(slots=True)

@@ -340,7 +340,7 @@ class Pipeline:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            return Analysed(row=replace(row, status="failed", reason=reason_of(error)), eigs=None, nbytes=0)
+            return Analysed(row=replace(row, status="failed", reason=reason_of(error)), spectrum=None, nbytes=0)
         spectrum, values, kept = outcome.value
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
@@ -353,7 +353,7 @@ class Pipeline:
             seconds=round(outcome.seconds, 6),
         )
         nbytes = 0 if outcome.key.kept else item.tensor.stored_nbytes
-        return Analysed(row=row, eigs=spectrum.eigs, nbytes=nbytes, kept=kept)
+        return Analysed(row=row, spectrum=spectrum, nbytes=nbytes, kept=kept)
 
     def _row(self, item: MatrixRef | Skip) -> Row:
         M, N = sides(item)

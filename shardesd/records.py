@@ -165,6 +165,10 @@ class Matrix(Protocol):
         ...
 
 
+Routine = Literal["two_stage", "cusolver_batched", "eigvalsh", "svd"]
+"""What computed λ: the batched two-stage solver, cuSOLVER's batched one, `torch.linalg.eigvalsh`, or an SVD."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spectrum:
     """The λ of one matrix, and how they were obtained."""
@@ -175,6 +179,10 @@ class Spectrum:
     precision: Literal["float32", "float64"]
     device: str
     seconds: float
+    routine: Routine | None = None
+    """None for kept λ."""
+    recomputed: bool = False
+    """The result of a batched solver failed its check, and `routine` took its place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from shardesd.keep import Keep
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
-from shardesd.records import Event, Notice, Row, ScanFinished, ScanStarted
+from shardesd.records import Event, Notice, Row, ScanFinished, ScanStarted, Spectrum
 from shardesd.results import MemoryStore, ModelStore, Result
 from shardesd.version import __version__
 
@@ -130,6 +130,10 @@ def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOpt
     return replace(options or ScanOptions(), **changes)
 
 
+_told: set[str] = set()
+"""GPUs of this process of which it was said that the batched solver is missing there."""
+
+
 class _Scan:
     def __init__(
         self,
@@ -167,6 +171,8 @@ class _Scan:
         self._nbytes = 0
         self._resumed = 0
         self._kept = 0
+        self._routines = Counter[str]()
+        self._recomputed = 0
 
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
@@ -208,6 +214,8 @@ class _Scan:
                     counts[analysed.row.status] += 1
                     self._nbytes += analysed.nbytes
                     self._kept += analysed.kept
+                    if analysed.spectrum is not None and not analysed.kept:
+                        self._note_routine(analysed.spectrum)
                     yield analysed.row
             if not self._stop.is_set():
                 self._say_what_met_nothing(pipeline.longnames)
@@ -248,6 +256,15 @@ class _Scan:
 
     def _note(self, message: str) -> None:
         self._emit(Notice(message=message))
+
+    def _note_routine(self, spectrum: Spectrum) -> None:
+        """Counts what computed λ, and says once in a process that a GPU has to do without the batched solver."""
+        self._routines[spectrum.routine or ""] += 1
+        self._recomputed += spectrum.recomputed
+        kind, _, index = spectrum.device.partition(":")
+        if kind == "cuda" and spectrum.device not in _told and (reason := spectra.missing_batched(int(index))):
+            _told.add(spectrum.device)
+            self._note(f"{spectrum.device}: {reason}; cuSOLVER's own solvers take its place, several times slower")
 
     def _say_what_met_nothing(self, longnames: Collection[str]) -> None:
         for glob in self._options.include:
@@ -303,6 +320,8 @@ class _Scan:
             "seconds": round(time.perf_counter() - self._started, 3),
             "rows_resumed": self._resumed,
             "rows_kept": self._kept,
+            "eigensolvers": dict(self._routines.most_common()),
+            "recomputed": self._recomputed,
             "bytes_read": self._nbytes,
             "peak_memory_bytes": peak_memory(),
         }

@@ -1,6 +1,6 @@
 """Matrix → eigenvalues. Knows nothing of files, names or devices' queues."""
 
-from shardesd.spectra.eigen import batch_size, why_not_batched
+from shardesd.spectra.eigen import batch_size, missing_batched, why_not_batched
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
 from shardesd.spectra.worker import blas_threads, prepare_worker
@@ -15,6 +15,7 @@ __all__ = [
     "compute_product",
     "device_bytes",
     "drowned",
+    "missing_batched",
     "prepare_worker",
     "trouble",
     "why_not_batched",

@@ -2,54 +2,74 @@
 
 1. `two_stage`: our own batched kernels, where float64 is fast and the package cuda-core is installed.
 2. `cusolver`: cuSOLVER's batched solver, for small matrices.
-3. torch.linalg.eigvalsh, one at a time; on the CPU always.
+3. torch.linalg.eigvalsh, one at a time but for the tiniest; on the CPU always.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from shardesd.records import Routine
 from shardesd.spectra import cusolver, two_stage
-from shardesd.spectra.policy import FAST_RATIO, single_to_double_ratio
+from shardesd.spectra.policy import FAST_RATIO, single_to_double_ratio, trouble
 
 if TYPE_CHECKING:
     import torch
 
+_TINY = 32
+"""Up to this size torch itself solves a batch at once, as fast as anything (docs/performance.md)."""
 
-def eigvalsh(gram_NN: torch.Tensor) -> np.ndarray:
-    """Ascending eigenvalues, float64, of one symmetric matrix; its lower triangle is read.
+_missing: dict[int, str] = {}
+"""Why CUDA devices whose float64 is fast can't use the two-stage solver, as far as it was found out."""
+
+
+class Eigenvalues(NamedTuple):
+    """Of a batch."""
+
+    eigs: np.ndarray
+    """(B, n), ascending, float64. A row is NaN where they don't converge, or where the matrix holds NaN or Inf."""
+    routine: Routine
+    again: Collection[int] = ()
+    """Rows that failed the batched solver's check, and are `torch.linalg.eigvalsh`'s."""
+
+
+def eigvalsh(gram_NN: torch.Tensor) -> Eigenvalues:
+    """Of one symmetric matrix, a batch of one; its lower triangle is read.
 
     Raises torch.linalg.LinAlgError where they don't converge.
     """
     import torch
 
     if gram_NN.device.type == "cuda" and _two_stage_takes(gram_NN.device, gram_NN.shape[0], 1):
-        first: np.ndarray = eigvalsh_many(gram_NN.unsqueeze(0))[0]
-        return first
-    eigs: np.ndarray = torch.linalg.eigvalsh(gram_NN).to("cpu", torch.float64).numpy()
-    return eigs
+        return eigvalsh_many(gram_NN.unsqueeze(0))
+    return Eigenvalues(torch.linalg.eigvalsh(gram_NN).to("cpu", torch.float64).numpy()[None], "eigvalsh")
 
 
-def eigvalsh_many(gram_BNN: torch.Tensor) -> np.ndarray:
-    """Ascending eigenvalues (B, n), float64, of matrices on a GPU; which it may overwrite.
-
-    A row is NaN where they don't converge, or where the matrix holds NaN or Inf.
-    """
+def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
+    """Of matrices on a GPU, which may be overwritten; their lower triangles are read."""
     import torch
 
     B, n, _ = gram_BNN.shape
     if _two_stage_takes(gram_BNN.device, n, B):
-        eigs_BN, verdict_B = two_stage.eigvalsh_batched(gram_BNN)
-        two_stage.recompute(gram_BNN, eigs_BN, verdict_B)
-    elif B > 1 and n <= cusolver.LARGEST_N and cusolver.available():
+        try:
+            eigs_BN, verdict_B = two_stage.eigvalsh_batched(gram_BNN)
+        except Exception as error:
+            if trouble(error) != "task":
+                raise
+            # A launch that the driver refuses, say: cuSOLVER takes over for good.
+            _missing[_index(gram_BNN.device)] = f"the batched eigensolver failed: {error}"
+        else:
+            again = two_stage.recompute(gram_BNN, eigs_BN, verdict_B)
+            return Eigenvalues(eigs_BN.cpu().numpy(), "two_stage", again)
+    if _cusolver_takes(n, B):
         eigs_BN, info_B = cusolver.eigvalsh_batched(gram_BNN)
         eigs_BN[info_B != 0] = torch.nan
-    else:
-        eigs_BN = torch.stack([_or_nan(gram_NN) for gram_NN in gram_BNN])
-    eigs: np.ndarray = eigs_BN.to("cpu", torch.float64).numpy()
-    return eigs
+        return Eigenvalues(eigs_BN.to("cpu", torch.float64).numpy(), "cusolver_batched")
+    return Eigenvalues(_one_by_one(gram_BNN).to("cpu", torch.float64).numpy(), "eigvalsh")
 
 
 def why_not_batched(index: int) -> str | None:
@@ -58,7 +78,14 @@ def why_not_batched(index: int) -> str | None:
 
     if single_to_double_ratio(index) > FAST_RATIO:
         return "its float64 is slow"
-    return two_stage.unavailable_reason(torch.device("cuda", index))
+    if index not in _missing and (reason := two_stage.unavailable_reason(torch.device("cuda", index))):
+        _missing[index] = reason
+    return _missing.get(index)
+
+
+def missing_batched(index: int) -> str | None:
+    """Why CUDA device `index`, which would be faster with it, has had to do without the batched solver so far."""
+    return _missing.get(index)
 
 
 def batch_size(n: int) -> int:
@@ -73,12 +100,30 @@ def device_bytes(n: int) -> int:
 
 
 def _two_stage_takes(device: torch.device, n: int, batch: int) -> bool:
+    if n < 2 or not (two_stage.worthwhile(n, batch) or (batch > 1 and n > _TINY and not cusolver.available())):
+        return False
+    return why_not_batched(_index(device)) is None and n <= two_stage.largest_n(device)
+
+
+def _cusolver_takes(n: int, batch: int) -> bool:
+    return batch > 1 and _TINY < n <= cusolver.LARGEST_N and cusolver.available()
+
+
+def _index(device: torch.device) -> int:
     import torch
 
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if n < 2 or not two_stage.worthwhile(n, batch) or why_not_batched(index) is not None:
-        return False
-    return n <= two_stage.largest_n(device)
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _one_by_one(gram_BNN: torch.Tensor) -> torch.Tensor:
+    """torch's, which solves matrices up to `_TINY` together, and others one after the other."""
+    import torch
+
+    if gram_BNN.shape[1] <= _TINY:
+        with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+            eigs_BN: torch.Tensor = torch.linalg.eigvalsh(gram_BNN)
+            return eigs_BN
+    return torch.stack([_or_nan(gram_NN) for gram_NN in gram_BNN])
 
 
 def _or_nan(gram_NN: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardesd.errors import MatrixError
-from shardesd.records import Matrix, Spectrum
+from shardesd.records import Matrix, Routine, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
@@ -47,16 +48,20 @@ def compute(
     """
     started = time.perf_counter()
     width = choose_precision(precision, device)
-    parts, solvers = [], set()
-    for matrix in slices:
-        eigs, used = _one(matrix, solver, width, device, resolve / scale)
-        parts.append(eigs)
-        solvers.add(used)
+    found = [_one(matrix, solver, width, device, resolve / scale) for matrix in slices]
     with np.errstate(over="ignore"):
-        eigs_K = np.sort(np.concatenate(parts)) * scale
+        eigs_K = np.sort(np.concatenate([eigs for eigs, _, _ in found])) * scale
     if not eigs_K[-1] > 0 and any(_exponent(matrix) is not None for matrix in slices):
         raise MatrixError(_UNDERFLOW)
-    return _spectrum(eigs_K, "svd" if "svd" in solvers else "gram", width, device, time.perf_counter() - started)
+    routines = [routine for _, routine, _ in found]
+    return _spectrum(
+        eigs_K,
+        "svd" if "svd" in routines else routines[0],
+        width,
+        device,
+        time.perf_counter() - started,
+        recomputed=any(again for _, _, again in found),
+    )
 
 
 def compute_many(
@@ -97,7 +102,7 @@ def compute_many(
                     exponents[at] = _refill(matrix, grams[at])
             except Exception as error:
                 failed(at, error)
-    eigs_BN = eigvalsh_many(grams)
+    eigs_BN, routine, again = eigvalsh_many(grams)
     share = (time.perf_counter() - started) / len(opened)
     results: list[Spectrum | Exception] = []
     for at, open_ in enumerate(opened):
@@ -111,9 +116,10 @@ def compute_many(
                 raise MatrixError(_DIVERGED)
             if np.isnan(eigs).any() or drowned(eigs, solver, width, resolve):
                 with open_() as slices:
-                    results.append(compute(slices, solver="svd", device="cpu"))
+                    results.append(replace(compute(slices, solver="svd", device="cpu"), recomputed=at in again))
             else:
-                results.append(_spectrum(eigs, "gram", width, device, share))
+                by = "eigvalsh" if at in again else routine
+                results.append(_spectrum(eigs, by, width, device, share, recomputed=at in again))
         except Exception as error:
             if trouble(error) != "task":
                 raise
@@ -155,31 +161,34 @@ def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     return eigen_bytes(min(M, N)) + stored + 2 * min(4 * UPLOAD_BYTES, 8 * M * N)
 
 
-def _one(matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float) -> tuple[np.ndarray, str]:
+def _one(
+    matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float
+) -> tuple[np.ndarray, Routine, bool]:
+    """λ, what computed them, and whether a batched solver's were denied before."""
     import torch
 
     if solver == "svd":
-        return _svd(matrix, precision, device), "svd"
+        return _svd(matrix, precision, device), "svd", False
     n = min(matrix.shape)
     if device == "cpu":
         filled = _gram_cpu(matrix, precision)
         if filled is None:
-            return np.zeros(n), "gram"
+            return np.zeros(n), "eigvalsh", False
         gram, exponent = filled
     else:
         gram = torch.empty((n, n), dtype=getattr(torch, precision), device=device)
         exponent = _fill(matrix, gram, precision)
     try:
-        eigs = eigvalsh(gram)
+        (eigs,), routine, again = eigvalsh(gram)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         if solver == "gram":
             raise MatrixError(_DIVERGED) from None
-        return _svd(matrix, "float64", "cpu"), "svd"
+        return _svd(matrix, "float64", "cpu"), "svd", False
     del gram
     eigs = _scaled(np.maximum(eigs, 0.0), 2 * exponent)
     if np.isnan(eigs).any() or drowned(eigs, solver, precision, resolve):
-        return _svd(matrix, "float64", "cpu"), "svd"
-    return eigs, "gram"
+        return _svd(matrix, "float64", "cpu"), "svd", bool(again)
+    return eigs, "eigvalsh" if again else routine, bool(again)
 
 
 def _gram_cpu(matrix: Matrix, precision: Precision) -> tuple[torch.Tensor, int] | None:
@@ -255,10 +264,19 @@ def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:
     return scaled
 
 
-def _spectrum(eigs: np.ndarray, solver: str, precision: Precision, device: str, seconds: float) -> Spectrum:
+def _spectrum(
+    eigs: np.ndarray, routine: Routine, precision: Precision, device: str, seconds: float, *, recomputed: bool = False
+) -> Spectrum:
     if not eigs[-1] > 0:
         raise MatrixError("all zeros: every λ is 0")
     if not np.isfinite(eigs[-1]):
         raise MatrixError("the largest λ is beyond float64")
-    used: Literal["gram", "svd"] = "svd" if solver == "svd" else "gram"
-    return Spectrum(eigs=eigs, solver=used, precision=precision, device=device, seconds=seconds)
+    return Spectrum(
+        eigs=eigs,
+        solver="svd" if routine == "svd" else "gram",
+        precision=precision,
+        device=device,
+        seconds=seconds,
+        routine=routine,
+        recomputed=recomputed,
+    )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 
+import shardesd
 from shardesd import spectra
 from shardesd.checkpoint import StoredMatrix
 from shardesd.engine import Device, Engine, Task
@@ -37,7 +41,7 @@ def kinds(n: int) -> dict[str, np.ndarray]:
 
 
 def solvers() -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-    found = {"engine's choice": lambda grams: torch.from_numpy(eigen.eigvalsh_many(grams))}
+    found = {"engine's choice": lambda grams: torch.from_numpy(eigen.eigvalsh_many(grams).eigs)}
     if two_stage.unavailable_reason(torch.device("cuda", 0)) is None:
 
         def ours(grams: torch.Tensor) -> torch.Tensor:
@@ -105,8 +109,8 @@ def test_no_memory_on_a_real_gpu_means_the_cpu() -> None:
 
 
 def test_no_convergence_falls_back_to_the_svd(monkeypatch: pytest.MonkeyPatch) -> None:
-    def diverge(grams: torch.Tensor) -> np.ndarray:
-        return np.full(grams.shape[:2], np.nan)
+    def diverge(grams: torch.Tensor) -> eigen.Eigenvalues:
+        return eigen.Eigenvalues(np.full(grams.shape[:2], np.nan), "two_stage", [0])
 
     monkeypatch.setattr("shardesd.spectra.solve.eigvalsh_many", diverge)
     W = np.random.default_rng(1).standard_normal((50, 80)).astype(np.float32)
@@ -114,12 +118,53 @@ def test_no_convergence_falls_back_to_the_svd(monkeypatch: pytest.MonkeyPatch) -
 
     (result,) = spectra.compute_many([lambda: nullcontext([StoredMatrix(W, "F32")])], n=50, device="cuda:0")
     assert not isinstance(result, Exception)
-    assert result.solver == "svd"
+    assert (result.solver, result.routine, result.recomputed) == ("svd", "svd", True)
     expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
     assert np.abs(result.eigs - expected).max() <= 1e-12 * expected[-1]
 
 
 def test_repeated_batches_are_bit_identical() -> None:
     grams = torch.from_numpy(np.stack([W @ W.T for W in kinds(300).values()])).cuda()
-    first = eigen.eigvalsh_many(grams.clone())
-    assert all(np.array_equal(first, eigen.eigvalsh_many(grams.clone())) for _ in range(100))
+    first = eigen.eigvalsh_many(grams.clone()).eigs
+    assert all(np.array_equal(first, eigen.eigvalsh_many(grams.clone()).eigs) for _ in range(100))
+
+
+def test_a_result_that_is_denied_is_counted_in_the_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if eigen.why_not_batched(0):
+        pytest.skip("no batched solver on this card")
+    solve = two_stage.eigvalsh_batched
+
+    def doubted(grams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        eigs, verdicts = solve(grams)
+        verdicts[0] |= two_stage.TRACE
+        eigs[0] = 0.0
+        return eigs, verdicts
+
+    rng = np.random.default_rng(2)
+    weights = {f"layers.{i}.fc.weight": rng.standard_normal((300, 200)).astype(np.float32) for i in range(6)}
+    expected = shardesd.scan(weights, device="cpu", cache=False).spectra
+    save_file(weights, tmp_path / "model.safetensors")
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", doubted)
+    result = shardesd.scan(tmp_path, device="cuda:0", cache=False, out=tmp_path / "out")
+    (path,) = (tmp_path / "out" / "runs").glob("*.json")
+    run = json.loads(path.read_bytes())
+    assert run["recomputed"] == run["eigensolvers"]["eigvalsh"] >= 1
+    assert sum(run["eigensolvers"].values()) == 6
+    for name, eigs in result.spectra.items():
+        assert np.abs(eigs - expected[name]).max() <= 1e-12 * expected[name][-1]
+
+
+def test_a_solver_that_cannot_be_launched_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigen, "_missing", {})
+
+    def refused(grams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("CUDA_LAUNCH_OUT_OF_RESOURCES")
+
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", refused)
+    matrices = kinds(200)
+    grams = torch.from_numpy(np.stack([W @ W.T for W in matrices.values()])).cuda()
+    found = eigen.eigvalsh_many(grams)
+    assert found.routine != "two_stage"
+    for eigs, W in zip(found.eigs, matrices.values(), strict=True):
+        expected = np.linalg.svd(W, compute_uv=False)[::-1] ** 2
+        assert np.abs(np.maximum(eigs, 0) - expected).max() <= 1e-12 * max(expected[-1], 1e-300)

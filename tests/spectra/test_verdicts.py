@@ -15,7 +15,7 @@ from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
 from shardesd.spectra import cusolver, eigen, solve, two_stage
 
-N = 24
+N = 40
 BAD = {1: two_stage.TRACE, 3: two_stage.FROBENIUS, 4: two_stage.STUCK, 6: two_stage.TRACE | two_stage.STUCK}
 
 
@@ -65,7 +65,8 @@ def test_rows_that_are_not_sound_are_computed_again(fake: list[int]) -> None:
     grams = torch.from_numpy(np.stack([W.T.astype(np.float64) @ W for W in matrices]))
     found = eigen.eigvalsh_many(grams)
     assert fake == [8]
-    for W, eigs in zip(matrices, found, strict=True):
+    assert (found.routine, sorted(found.again)) == ("two_stage", sorted(BAD))
+    for W, eigs in zip(matrices, found.eigs, strict=True):
         assert np.abs(eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
 
 
@@ -80,7 +81,7 @@ def test_only_they_are(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> None
         return eigvalsh(gram)
 
     monkeypatch.setattr(torch.linalg, "eigvalsh", counted)
-    assert two_stage.recompute(grams, eigs, verdicts) == len(BAD)
+    assert two_stage.recompute(grams, eigs, verdicts) == sorted(BAD)
     assert [next(at for at in range(8) if torch.equal(grams[at], gram)) for gram in again] == sorted(BAD)
 
 
@@ -97,6 +98,26 @@ def test_a_hopeless_matrix_fails_alone(fake: list[int]) -> None:
         else:
             assert isinstance(result, Spectrum), result
             assert np.abs(result.eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+            assert result.recomputed == (at in BAD)
+            assert result.routine == ("eigvalsh" if at in BAD else "two_stage")
+
+
+def test_what_cusolver_cannot_solve_either_gets_an_svd(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    eigvalsh = torch.linalg.eigvalsh
+
+    def diverges(gram: torch.Tensor) -> torch.Tensor:
+        if gram.ndim == 2:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")  # type: ignore[attr-defined]
+        return eigvalsh(gram)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", diverges)
+    matrices = weights()
+    opened = [lambda W=W: nullcontext([StoredMatrix(W, "F32")]) for W in matrices]
+    results = spectra.compute_many(opened, n=N, device="cpu")
+    for at, (W, result) in enumerate(zip(matrices, results, strict=True)):
+        assert isinstance(result, Spectrum), result
+        assert (result.routine, result.recomputed) == (("svd", True) if at in BAD else ("two_stage", False))
+        assert np.abs(result.eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -115,8 +136,9 @@ def test_without_it_cusolver_takes_over(monkeypatch: pytest.MonkeyPatch, batched
     monkeypatch.setattr(cusolver, "eigvalsh_batched", xsyev)
     found = eigen.eigvalsh_many(grams)
     assert called == ([8] if batched else [])
+    assert found.routine == ("cusolver_batched" if batched else "eigvalsh")
     for at, W in enumerate(weights()):
         if batched and at == 1:
-            assert np.isnan(found[at]).all(), "what didn't converge is not taken"
+            assert np.isnan(found.eigs[at]).all(), "what didn't converge is not taken"
         else:
-            assert np.abs(found[at] - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+            assert np.abs(found.eigs[at] - exact(W)).max() <= 1e-13 * exact(W)[-1] * N

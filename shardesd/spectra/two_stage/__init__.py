@@ -8,6 +8,7 @@ Needs compute capability 9.0 (thread-block clusters) and the package cuda-core: 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ def largest_n(device: torch.device) -> int:
 
 
 def worthwhile(n: int, batch: int) -> bool:
-    """Whether a batch is faster here than torch.linalg.eigvalsh one at a time, as measured on an H100 (docs)."""
-    return batch >= 2 or n >= 768
+    """Whether a batch is faster here than by cuSOLVER, batched or not, as measured on an H100 (docs/performance.md)."""
+    return n >= 768 if batch == 1 else n > 128 or (n > 64 and batch >= 32)
 
 
 def workspace_bytes(n: int, batch: int) -> int:
@@ -71,16 +72,18 @@ def eigvalsh_batched(
     return solve(gram_Bnn, workspace, TOLERANCE)
 
 
-def recompute(gram_Bnn: torch.Tensor, eigs_Bn: torch.Tensor, verdict_B: torch.Tensor) -> int:
-    """Replaces the rows whose verdict is not 0 by cuSOLVER's eigenvalues; returns how many. Synchronises.
+def recompute(gram_Bnn: torch.Tensor, eigs_Bn: torch.Tensor, verdict_B: torch.Tensor) -> list[int]:
+    """Replaces the rows whose verdict is not 0 by cuSOLVER's eigenvalues; returns which. Synchronises.
 
-    Rows of matrices that hold NaN or Inf stay NaN.
+    Rows of matrices that hold NaN or Inf, and those that don't converge, are NaN.
     """
     import torch
 
     bad = verdict_B.cpu()
     rows = [i for i in range(len(bad)) if bad[i]]
     for i in rows:
+        eigs_Bn[i] = torch.nan
         if not bad[i] & NONFINITE:
-            eigs_Bn[i] = torch.linalg.eigvalsh(gram_Bnn[i].double())
-    return len(rows)
+            with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                eigs_Bn[i] = torch.linalg.eigvalsh(gram_Bnn[i].double())
+    return rows

@@ -42,7 +42,7 @@ def unavailable_reason(index: int) -> str | None:
     try:
         kernels(index)
     except ImportError as error:
-        return f"the batched eigensolver needs the package cuda-core 1.0 or newer ({error})"
+        return f"the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' ({error})"
     except Exception as error:  # whatever NVRTC or the driver says, another solver takes over
         return f"the batched eigensolver's kernels did not compile or load: {error}"
     return None

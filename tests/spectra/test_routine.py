@@ -1,0 +1,212 @@
+"""Which solver is taken for a batch, and what is said where the fastest one can't be; without a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file
+
+import shardesd
+from shardesd import scanner, spectra
+from shardesd.records import Event, Notice, Spectrum
+from shardesd.spectra import cusolver, eigen, two_stage
+from shardesd.spectra.two_stage import compile
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A card whose float64 is fast, of which nothing is known yet."""
+    monkeypatch.setattr(eigen, "_missing", {})
+    monkeypatch.setattr(scanner, "_told", set())
+    monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    compile.unavailable_reason.cache_clear()
+    yield
+    compile.unavailable_reason.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that compile."""
+
+    class Kernels:
+        largest_n = 8192
+
+    monkeypatch.setattr(compile, "kernels", lambda index: Kernels())
+    monkeypatch.setattr(cusolver, "available", lambda: True)
+
+
+def no_package(index: int) -> Any:
+    raise ImportError("No module named 'cuda.core'")
+
+
+def no_compiler(index: int) -> Any:
+    raise RuntimeError("NVRTC_ERROR_COMPILATION: chase.cu(3): error")
+
+
+@pytest.mark.parametrize(
+    ("n", "batch", "taken"),
+    [
+        *((1, 8, False), (2, 8, False), (32, 64, False), (64, 64, False)),
+        *((65, 31, False), (65, 32, True), (128, 2, False), (129, 2, True), (1024, 64, True)),
+        *((767, 1, False), (768, 1, True), (4096, 1, True), (8192, 4, True), (8193, 2, False)),
+    ],
+)
+def test_sizes(compiled: None, n: int, batch: int, taken: bool) -> None:
+    """As measured (docs/performance.md)."""
+    assert eigen._two_stage_takes(CUDA, n, batch) is taken
+
+
+def test_small_batches_are_taken_where_cusolver_has_no_batched_solver(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cusolver, "available", lambda: False)
+    assert eigen._two_stage_takes(CUDA, 64, 8)
+    assert not eigen._two_stage_takes(CUDA, 64, 1)
+    assert not eigen._two_stage_takes(CUDA, 16, 8)
+
+
+def test_a_card_with_slow_float64_never_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 64)
+    monkeypatch.setattr(compile, "kernels", no_compiler)
+    assert not eigen._two_stage_takes(CUDA, 1024, 8)
+    assert spectra.why_not_batched(0) == "its float64 is slow"
+    assert spectra.missing_batched(0) is None, "it is no fault"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "capability", "cuda", "said"),
+    [
+        (no_package, (9, 0), "13.0", "pip install 'shardesd[gpu]'"),
+        (no_compiler, (9, 0), "13.0", "NVRTC_ERROR_COMPILATION"),
+        (no_compiler, (8, 0), "13.0", "compute capability 9.0"),
+        (no_compiler, (9, 0), None, "CUDA build of torch"),
+    ],
+)
+def test_why_not(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any, capability: tuple[int, int], cuda: str | None, said: str
+) -> None:
+    monkeypatch.setattr(compile, "kernels", kernels)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    reason = two_stage.unavailable_reason(CUDA)
+    assert reason is not None
+    assert said in reason
+    assert spectra.missing_batched(0) is None, "not asked for yet"
+    assert not eigen._two_stage_takes(CUDA, 1024, 8)
+    assert spectra.missing_batched(0) == reason
+
+
+def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def refused(grams: torch.Tensor) -> Any:
+        asked.append(len(grams))
+        raise RuntimeError("LAUNCH_OUT_OF_RESOURCES")
+
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: eigen.why_not_batched(0) is None)
+    monkeypatch.setattr(two_stage, "unavailable_reason", lambda device: None)
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", refused)
+    monkeypatch.setattr(cusolver, "available", lambda: False)
+    monkeypatch.setattr(eigen, "_index", lambda device: 0)
+    W = np.random.default_rng(0).standard_normal((3, 50, 40))
+    for _ in range(2):
+        found = eigen.eigvalsh_many(torch.from_numpy(W.swapaxes(1, 2) @ W))
+        assert found.routine == "eigvalsh"
+        for eigs, w in zip(found.eigs, W, strict=True):
+            assert np.allclose(eigs, np.linalg.svd(w, compute_uv=False)[::-1] ** 2, rtol=1e-10)
+    assert asked == [3]
+    assert "LAUNCH_OUT_OF_RESOURCES" in str(spectra.missing_batched(0))
+
+
+def test_no_memory_is_not_taken_for_a_broken_solver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(grams: torch.Tensor) -> Any:
+        raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: the API call failed")
+
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: True)
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", full)
+    with pytest.raises(RuntimeError) as caught:
+        eigen.eigvalsh_many(torch.eye(40).expand(3, 40, 40))
+    assert spectra.trouble(caught.value) == "memory"
+    assert spectra.missing_batched(0) is None
+
+
+def test_tiny_ones_are_solved_together_and_a_hopeless_one_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
+    W = np.random.default_rng(1).standard_normal((5, 30, 20))
+    expected = np.linalg.svd(W, compute_uv=False)[:, ::-1] ** 2
+    eigvalsh = torch.linalg.eigvalsh
+
+    def diverges(grams: torch.Tensor) -> torch.Tensor:
+        if grams.ndim == 3 or torch.equal(grams, grams_all[2]):
+            raise torch.linalg.LinAlgError("failed to converge")  # type: ignore[attr-defined]
+        return eigvalsh(grams)
+
+    grams_all = torch.from_numpy(W.swapaxes(1, 2) @ W)
+    assert np.allclose(eigen.eigvalsh_many(grams_all).eigs, expected, rtol=1e-10)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", diverges)
+    found = eigen.eigvalsh_many(grams_all).eigs
+    assert np.isnan(found[2]).all()
+    assert np.allclose(np.delete(found, 2, 0), np.delete(expected, 2, 0), rtol=1e-10)
+
+
+def weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    return {f"layers.{i}.fc.weight": rng.standard_normal((60, 40)).astype(np.float32) for i in range(4)}
+
+
+def provenance(model: Path, out: Path, **options: Any) -> dict[str, Any]:
+    shardesd.scan(model, device="cpu", out=out, **options)
+    (run,) = (out / "runs").glob("*.json")
+    found: dict[str, Any] = json.loads(run.read_bytes())
+    return found
+
+
+def test_the_provenance_counts_what_computed_the_eigenvalues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = tmp_path / "model", tmp_path / "cache"
+    model.mkdir()
+    save_file(weights(), model / "model.safetensors")
+    plain = provenance(model, tmp_path / "plain", cache_dir=cache)
+    assert (plain["eigensolvers"], plain["recomputed"]) == ({"eigvalsh": 4}, 0)
+    kept = provenance(model, tmp_path / "kept", cache_dir=cache)
+    assert (kept["rows_kept"], kept["eigensolvers"]) == (4, {}), "they were computed in another run"
+    svd = provenance(model, tmp_path / "svd", solver="svd", cache=False)
+    assert svd["eigensolvers"] == {"svd": 4}
+    eigvalsh = eigen.eigvalsh
+
+    def denied(gram: torch.Tensor) -> eigen.Eigenvalues:
+        return eigvalsh(gram)._replace(routine="two_stage", again=[0])
+
+    monkeypatch.setattr("shardesd.spectra.solve.eigvalsh", denied)
+    again = provenance(model, tmp_path / "denied", cache=False)
+    assert (again["eigensolvers"], again["recomputed"]) == ({"eigvalsh": 4}, 4)
+
+
+def test_a_missing_solver_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = spectra.compute
+
+    def on_a_gpu(*args: Any, **options: Any) -> Spectrum:
+        return replace(compute(*args, **options), device="cuda:0")
+
+    def notices() -> list[str]:
+        events: list[Event] = []
+        shardesd.scan(weights(), device="cpu", cache=False, on_event=events.append)
+        return [event.message for event in events if isinstance(event, Notice)]
+
+    monkeypatch.setattr(spectra, "compute", on_a_gpu)
+    assert notices() == []
+    eigen._missing[0] = "the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' (…)"
+    (said,) = notices()
+    assert "cuda:0" in said
+    assert "shardesd[gpu]" in said
+    assert notices() == []
