@@ -37,7 +37,7 @@ CHUNK_BYTES = 8 << 20
 
 PART_BYTES = 8 << 20
 """Of a longer range, what one thread reads."""
-_MOST_READERS = 16
+_MOST_READERS = 32
 
 _Copy = Callable[[int, int, int], int]
 
