@@ -35,9 +35,9 @@ from shardesd.options import IO_METHODS
 CHUNK_BYTES = 8 << 20
 """Copied per system call, so that other threads and a Ctrl-C never wait long."""
 
-PART_BYTES = 8 << 20
+PART_BYTES = 4 << 20
 """Of a longer range, what one thread reads."""
-_MOST_READERS = 32
+_MOST_READERS = 16
 
 _Copy = Callable[[int, int, int], int]
 

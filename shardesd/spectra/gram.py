@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
 
-UPLOAD_BYTES = 64_000_000
-"""Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, and a long
-range is read by more threads: 64 MB made a scan on two GPUs a quarter faster than 16 (docs/performance.md)."""
+UPLOAD_BYTES = 32_000_000
+"""Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, but pinned
+memory costs half a second a gigabyte once in a process (docs/performance.md)."""
 
 _PACKED_BYTES = 8_000_000
 """The largest matrix that travels together with others: of larger ones only the lower triangle is multiplied."""
