@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from shardesd.adapters import CONFIG_NAME, is_adapter
-from shardesd.batch import ListRow, ModelList, Problem, as_list, read_list
+from shardesd.batch import ListRow, ModelList, Problem, as_list, make_plan, read_list
 from shardesd.errors import ListError, ShardesdError
+from shardesd.options import ScanOptions
 from shardesd.results import atomic, text_table
 from shardesd.source import Source, fault_of, open_source, source_error
 
@@ -170,16 +172,9 @@ def _csv(rows: Sequence[dict[str, str]], columns: Sequence[str], delimiter: str)
 
 
 def unreachable(models: ModelList) -> Iterator[tuple[ListRow, str]]:
-    """The models that can't be had, and why, in the list's order."""
-
-    def ask(row: ListRow) -> str | None:
-        try:
-            open_source(row.model, revision=row.revision)
-        except ShardesdError as error:
-            return str(error)
-        return None
-
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        for row, why in zip(models.rows, pool.map(ask, models.rows), strict=True):
-            if why is not None:
-                yield row, why
+    """The models that can't be had or scanned, and why, in the list's order: what a batch's plan would find."""
+    with tempfile.TemporaryDirectory() as nothing_done:
+        plan = make_plan(models.rows, Path(nothing_done), ScanOptions(), failures={})
+    for model in plan.models:
+        if model.failure is not None:
+            yield model.row, model.failure.message

@@ -9,7 +9,7 @@ from shardesd.batch.listing import ModelList, Problem, as_list, read_list
 from shardesd.batch.log import log_file
 from shardesd.batch.many import scan_many
 from shardesd.batch.model import ADAPTER_RELATIONS, ListRow, identified
-from shardesd.batch.plan import Plan, Planned, unmet
+from shardesd.batch.plan import Plan, Planned, make_plan, unmet
 from shardesd.batch.runner import Batch
 from shardesd.batch.tables import Ledger, read_failures
 
@@ -31,6 +31,7 @@ __all__ = [
     "configuration",
     "identified",
     "log_file",
+    "make_plan",
     "read_failures",
     "read_list",
     "scan_many",

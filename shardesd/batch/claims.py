@@ -114,7 +114,8 @@ class Claims:
                     self.release(left)
             if not any(self.folder.glob("*.claim")):  # nobody is at work: what is left was a killed process's
                 for path in self.folder.iterdir():
-                    path.unlink(missing_ok=True)
+                    if path.suffix != ".claim":  # of a process that begins just now
+                        path.unlink(missing_ok=True)
                 self.folder.rmdir()
 
     def take(self, stem: str) -> Claim | None:

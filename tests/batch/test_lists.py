@@ -102,3 +102,19 @@ def test_check(hub: HubServer, tmp_path: Path) -> None:
     reached = cli("models", "check", path, "--reach").stdout
     assert "wrong: line 3: no model 'org/gone'" in reached
     assert "3 wrong" in reached
+
+
+def test_check_asks_whether_models_can_be_scanned(hub: HubServer, tmp_path: Path) -> None:
+    hub.add("org/a", {"model.safetensors": b"", "config.json": b"{}"})
+    hub.add("org/gated", {"model.safetensors": b"", "config.json": b"{}"}, gated=True)
+    hub.add("org/text", {"README.md": b"no weights"})
+    path = tmp_path / "models.txt"
+    path.write_text("org/a\norg/gated\norg/text\n")
+    result = cli("models", "check", path, "--reach")
+    assert result.exit_code == 3
+    gated, text, summary = result.stdout.splitlines()
+    assert gated.startswith("wrong: line 2: ")
+    assert "org/gated" in gated
+    assert text.startswith("wrong: line 3: ")
+    assert "org/text" in text
+    assert summary == "3 models, 0 of them adapters, 2 wrong"
