@@ -25,8 +25,8 @@ class Ranks:
 
 
 def ranks(eigs: ArrayLike) -> Ranks:
-    """Of all λ = σ² of a matrix, in any order; at least one is positive."""
-    descending = np.sort(np.asarray(eigs, np.float64))[::-1]
+    """Of all λ = σ² of a matrix, ascending; the largest is positive."""
+    descending = np.asarray(eigs, np.float64)[::-1]
     energy = np.cumsum(descending)
     return Ranks(
         descending.size,

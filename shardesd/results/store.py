@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 
 from shardesd.errors import MadeOtherwise
 from shardesd.options import FORMATS
@@ -71,6 +72,7 @@ class ModelStore:
         self._lock = Lock(self.out / "partial" / f"{self.stem}.lock")
         self._journal: Journal | None = None
         self._rows: list[Row] | None = None
+        self._stats: pl.DataFrame | None = None
         self._unfinished: tuple[Row, ...] = ()
 
     def __enter__(self) -> ModelStore:
@@ -161,9 +163,9 @@ class ModelStore:
         write_spectra(
             self.spectra_path, lengths, journal.eigs, {key: str(value) for key, value in metadata.items() if value}
         )
-        frame = None if stats is None else stats_frame(stats)  # made of λ that lie in the journal
+        self._stats = None if stats is None else stats_frame(stats)  # made of λ that lie in the journal
         self._write_table(rows)
-        write_stats(self.out, self.stem, self.format, frame)
+        write_stats(self.out, self.stem, self.format, self._stats)
         for format in FORMATS:
             if format != self.format:
                 with named_errors(self._table(format)):
@@ -203,7 +205,7 @@ class ModelStore:
             self._rows,
             show_skipped=self.show_skipped,
             spectra=StoredSpectra(self.spectra_path) if self.spectra_path.exists() else {},
-            stats=read_stats(self.out, self.stem),
+            stats=self._stats,
             files=(*self._own_files(), self.summary_path),
         )
 
@@ -276,8 +278,9 @@ class ModelStore:
         if table != self.table_path or not as_wanted:
             self._write_table(rows)
             self._write_run(run)
-        if (stats := read_stats(self.out, self.stem)) is not None:
-            write_stats(self.out, self.stem, self.format, stats)
+        self._stats = read_stats(self.out, self.stem)
+        if self._stats is not None:
+            write_stats(self.out, self.stem, self.format, self._stats)
         leftover = Journal.open(self.journal_path)
         if leftover is not None:
             # Of a run that was killed between its last two steps; another run's unfinished work stays.
