@@ -29,8 +29,8 @@ _OPERATIONS = 64
 """In the time of reading and counting one element, a core does about as many floating-point operations of a solve."""
 _READ_BYTES = 1 << 20
 """Read at a time by it, into a buffer that stays in the cache."""
-_CHUNK_ELEMENTS = 1 << 17
-"""Converted to float64 at a time: few enough that they stay in the cache, so many that Python's own time is little."""
+_CHUNK_ELEMENTS = 1 << 18
+"""Counted at a time: few enough that they stay in the cache, so many that Python's own time is little."""
 
 _Range = tuple[int, int]
 _local = threading.local()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +21,8 @@ _CANCELS = 1e-3
 """Where less than this share of the sum of squares is left, the mean is taken off first; above it, at most three of
 float64's digits are lost."""
 _LINE = 512
+_CHUNK = 1 << 16
+"""Elements in float64 at a time: they stay in the cache beside what they are made of."""
 _SIGN, _INFINITE = 1 << 31, 0x7F800000
 _NEARLY_ZERO_BITS = struct.unpack("<I", struct.pack("<f", NEARLY_ZERO))[0]
 """Of the largest float32 up to `NEARLY_ZERO`, which is the one nearest to it."""
@@ -53,41 +55,61 @@ class Moments(NamedTuple):
 
 
 class Scratch:
-    """What `moments` needs for chunks of up to `size` elements, made once and used again: one thread's at a time."""
+    """What `moments` needs for up to `size` elements, made once and used again: one thread's at a time."""
 
     def __init__(self, size: int) -> None:
-        self._wide = np.empty(size)
-        self._flags = np.empty(size, np.bool_)
+        self._wide = np.empty(_CHUNK)
+        self._lines = self._wide.reshape(-1, _LINE)
         self._ones = np.ones(_LINE)
+        self._sums = np.empty(size // _LINE)
+        self._flags = np.empty(_CHUNK, np.bool_)
 
     def moments(self, values: NDArray[Any]) -> Moments:
-        """Of one chunk of real numbers, of one dimension and at least one element; numpy's warnings are the caller's
-        to silence.
+        """Of real numbers, of one dimension and at least one element; numpy's warnings are the caller's to silence.
 
-        Each step is one pass of numpy or BLAS over a chunk that is in the cache.
+        Each step is one pass of numpy or BLAS over a chunk that is in the cache, or over all of the float32 numbers.
         """
         n = values.size
-        wide = self._wide[:n]
-        np.copyto(wide, values)
-        even = n // _LINE * _LINE
-        lines = np.dot(wide[:even].reshape(-1, _LINE), self._ones)  # half the time of a sum
-        total = float(np.add.reduce(lines)) + float(np.add.reduce(wide[even:]))
-        squares = float(np.dot(wide, wide))
+        total, squares = self._total(values), self._squares
         if values.dtype == np.float32:
             low, high, some_zeros = _extremes(values)
         else:
-            low, high, some_zeros = float(wide.min()), float(wide.max()), True
+            low, high, some_zeros = float(np.minimum.reduce(values)), float(np.maximum.reduce(values)), True
         mean = total / n
         m2 = squares - total * mean
         if not m2 > _CANCELS * squares:  # NaN, too
-            wide -= mean
-            m2 = float(np.dot(wide, wide))
-            if some_zeros:
-                np.copyto(wide, values)
-        zeros = 0
-        if some_zeros:
-            zeros = int(np.count_nonzero(np.less_equal(np.abs(wide, out=wide), NEARLY_ZERO, out=self._flags[:n])))
+            m2 = sum(self._about(wide, mean) for wide in self._chunks(values))
+        zeros = sum(self._zeros(wide) for wide in self._chunks(values)) if some_zeros else 0
         return Moments(n, mean, m2, low, high, zeros)
+
+    def _chunks(self, values: NDArray[Any]) -> Iterator[NDArray[np.float64]]:
+        """In float64, each valid until the next."""
+        for start in range(0, values.size, _CHUNK):
+            part = values[start : start + _CHUNK]
+            wide = self._wide if part.size == _CHUNK else self._wide[: part.size]
+            np.copyto(wide, part)
+            yield wide
+
+    def _total(self, values: NDArray[Any]) -> float:
+        """Their sum; and the sum of their squares in `_squares`."""
+        rest = self._squares = 0.0
+        done = 0
+        for wide in self._chunks(values):
+            lines = self._lines[: wide.size // _LINE]
+            np.dot(lines, self._ones, out=self._sums[done : done + len(lines)])  # half the time of a sum
+            done += len(lines)
+            if wide.size % _LINE:
+                rest += float(np.add.reduce(wide[len(lines) * _LINE :]))
+            self._squares += float(np.dot(wide, wide))
+        return float(np.add.reduce(self._sums[:done])) + rest
+
+    def _about(self, wide: NDArray[np.float64], mean: float) -> float:
+        wide -= mean
+        return float(np.dot(wide, wide))
+
+    def _zeros(self, wide: NDArray[np.float64]) -> int:
+        flags = self._flags[: wide.size]
+        return int(np.count_nonzero(np.less_equal(np.abs(wide, out=wide), NEARLY_ZERO, out=flags)))
 
 
 def merge(parts: Iterable[Moments]) -> Moments | None:
