@@ -6,9 +6,10 @@ or index are read, several at a time.
 
 from __future__ import annotations
 
+import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -28,6 +29,7 @@ from shardesd.version import __version__
 
 State = Literal["new", "half done", "done", "failed", "impossible"]
 _AT_ONCE = 8
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ def make_plan(
     on_model: Callable[[Planned], None] = lambda model: None,
     stop: threading.Event | None = None,
 ) -> Plan:
-    """Looks at every model. `on_model` is told each, from several threads; once `stop` is set the rest is not asked."""
+    """Looks at every model. `on_model` is told each, from several threads; once `stop` is set nothing is waited for."""
     bases = _Bases(scan)
     read, seconds = 0, 0.0
     at_hand: list[Planned] = []
@@ -134,16 +136,55 @@ def make_plan(
             continue
         journal = out / "partial" / f"{row.stem}.jsonl"
         at_hand.append(Planned(row=row, state="half done" if not overwrite and journal.exists() else "new"))
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shardesd-plan") as pool:
 
-        def look(model: Planned) -> Planned:
-            if model.left and not (stop and stop.is_set()):
-                model = _looked(model, bases, scan)
+    ended = stop or threading.Event()
+
+    def look(model: Planned) -> Planned:
+        if model.left:
+            model = _looked(model, bases, scan)
+        if not ended.is_set():  # nobody listens any more
             on_model(model)
-            return model
+        return model
 
-        models = tuple(pool.map(look, at_hand))
+    models = _side_by_side(look, at_hand, ended)
     return Plan(models=models, rate=read / seconds if read and seconds else None)
+
+
+def _side_by_side(
+    look: Callable[[Planned], Planned], models: Sequence[Planned], stop: threading.Event
+) -> tuple[Planned, ...]:
+    """`look` at each, several at a time. Once `stop` is set, those that are not done are given as they are.
+
+    What waits for a server then is left behind, in threads that don't keep the process: an executor's would.
+    """
+    found: queue.SimpleQueue[tuple[int, Planned | BaseException]] = queue.SimpleQueue()
+    waiting = deque(enumerate(models))
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                at, model = waiting.popleft()
+            except IndexError:
+                return
+            try:
+                found.put((at, look(model)))
+            except BaseException as error:
+                found.put((at, error))
+
+    for _ in range(min(_AT_ONCE, len(models))):
+        threading.Thread(target=work, name="shardesd-plan", daemon=True).start()
+    looked = list(models)
+    left = len(models)
+    while left and not stop.is_set():
+        try:
+            at, result = found.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        looked[at] = result
+        left -= 1
+    return tuple(looked)
 
 
 def _looked(model: Planned, bases: _Bases, scan: ScanOptions) -> Planned:
