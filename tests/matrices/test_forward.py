@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def caught(attention: nn.Module) -> Iterator[list[tuple[torch.Tensor, ...]]]:
 
     if hasattr(home, "eager_attention_forward"):
         with replaced(home, "eager_attention_forward", catch):
+            yield found
+    elif hasattr(attention, "_attn"):  # CodeGen, in transformers for Python 3.10
+        with replaced(attention, "_attn", partial(catch, None)):
             yield found
     elif hasattr(attention, "_reshape"):  # Bloom
         own = attention._reshape
