@@ -157,14 +157,14 @@ def main() -> None:
             base = row("read every file once", READ, folder, "", given.repeat, 0.0, cold=True)
             row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, base, cold=True)
             return
-        base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
         if given.kind == "devices":
-            row("shardesd scan --device cuda:0,cuda:1", SHARDESD, folder, "cuda:0,cuda:1", given.repeat, base)
-            name = "the second scan of a process, on cuda:0"
-            base = row(name, SHARDESD, folder, "cuda:0", given.repeat, 0.0, again=True)
-            name = name.replace("0", "0,cuda:1")
-            row(name, SHARDESD, folder, "cuda:0,cuda:1", given.repeat, base, again=True)
+            for name, again in (("first", False), ("second", True)):
+                base = 0.0
+                for devices in ("cuda:0", "cuda:0,cuda:1"):
+                    title = f"{name} scan of a process, {devices}"
+                    base = row(title, SHARDESD, folder, devices, given.repeat, base, again=again)
             return
+        base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
         row("shardesd scan, its spectra kept", KEPT, folder, "cuda:0", given.repeat, base)
         row("shardesd scan, cuSOLVER alone", CUSOLVER, folder, "cuda:0", given.repeat, base)
         row("read every file once", READ, folder, "", given.repeat, base)

@@ -136,7 +136,6 @@ def make_plan(
             continue
         journal = out / "partial" / f"{row.stem}.jsonl"
         at_hand.append(Planned(row=row, state="half done" if not overwrite and journal.exists() else "new"))
-
     ended = stop or threading.Event()
 
     def look(model: Planned) -> Planned:
@@ -175,15 +174,18 @@ def _side_by_side(
         threading.Thread(target=work, name="shardesd-plan", daemon=True).start()
     looked = list(models)
     left = len(models)
-    while left and not stop.is_set():
-        try:
-            at, result = found.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            continue
-        if isinstance(result, BaseException):
-            raise result
-        looked[at] = result
-        left -= 1
+    try:
+        while left and not stop.is_set():
+            try:
+                at, result = found.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if isinstance(result, BaseException):
+                raise result
+            looked[at] = result
+            left -= 1
+    finally:
+        waiting.clear()  # nobody fetches what the threads would find
     return tuple(looked)
 
 

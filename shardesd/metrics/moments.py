@@ -61,7 +61,7 @@ class Scratch:
         self._wide = np.empty(_CHUNK)
         self._lines = self._wide.reshape(-1, _LINE)
         self._ones = np.ones(_LINE)
-        self._sums = np.empty(size // _LINE)
+        self._line_sums = np.empty(size // _LINE)
         self._flags = np.empty(_CHUNK, np.bool_)
 
     def moments(self, values: NDArray[Any]) -> Moments:
@@ -70,7 +70,7 @@ class Scratch:
         Each step is one pass of numpy or BLAS over a chunk that is in the cache, or over all of the float32 numbers.
         """
         n = values.size
-        total, squares = self._total(values), self._squares
+        total, squares = self._sums(values)
         if values.dtype == np.float32:
             low, high, some_zeros = _extremes(values)
         else:
@@ -90,18 +90,18 @@ class Scratch:
             np.copyto(wide, part)
             yield wide
 
-    def _total(self, values: NDArray[Any]) -> float:
-        """Their sum; and the sum of their squares in `_squares`."""
-        rest = self._squares = 0.0
+    def _sums(self, values: NDArray[Any]) -> tuple[float, float]:
+        """Of themselves, and of their squares."""
+        rest = squares = 0.0
         done = 0
         for wide in self._chunks(values):
             lines = self._lines[: wide.size // _LINE]
-            np.dot(lines, self._ones, out=self._sums[done : done + len(lines)])  # half the time of a sum
+            np.dot(lines, self._ones, out=self._line_sums[done : done + len(lines)])  # half the time of a sum
             done += len(lines)
             if wide.size % _LINE:
                 rest += float(np.add.reduce(wide[len(lines) * _LINE :]))
-            self._squares += float(np.dot(wide, wide))
-        return float(np.add.reduce(self._sums[:done])) + rest
+            squares += float(np.dot(wide, wide))
+        return float(np.add.reduce(self._line_sums[:done])) + rest, squares
 
     def _about(self, wide: NDArray[np.float64], mean: float) -> float:
         wide -= mean

@@ -14,13 +14,8 @@ consumer cards."""
 _RATIO_ATTRIBUTE = 87  # CU_DEVICE_ATTRIBUTE_SINGLE_TO_DOUBLE_PRECISION_PERF_RATIO
 
 _MEMORY = (
-    *(
-        "out of memory",
-        "CUDA_ERROR_OUT_OF_MEMORY",
-        "cudaErrorMemoryAllocation",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "CUSOLVER_STATUS_ALLOC_FAILED",
-    ),
+    *("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED"),
     *("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory"),
 )
 _LOST = (
