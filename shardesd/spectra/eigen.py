@@ -15,7 +15,7 @@ import numpy as np
 
 from shardesd.records import Routine
 from shardesd.spectra import cusolver, two_stage
-from shardesd.spectra.policy import FAST_RATIO, single_to_double_ratio, trouble
+from shardesd.spectra.policy import FAST_RATIO, in_one_line, single_to_double_ratio, trouble
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
             if trouble(error) != "task":
                 raise
             # A launch that the driver refuses, say: cuSOLVER takes over for good.
-            _missing[_index(gram_BNN.device)] = f"the batched eigensolver failed: {error}"
+            _missing[_index(gram_BNN.device)] = f"the batched eigensolver failed: {in_one_line(error)}"
         else:
             again = two_stage.recompute(gram_BNN, eigs_BN, verdict_B)
             return Eigenvalues(eigs_BN.cpu().numpy(), "two_stage", again)
@@ -73,7 +73,10 @@ def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
 
 
 def why_not_batched(index: int) -> str | None:
-    """Why CUDA device `index` can't use the batched solver, in one line; None where it does. Compiles it."""
+    """Why CUDA device `index` can't use the batched solver, in one line; None where it does. Compiles it.
+
+    Raises what CUDA raises where there is no memory for it or the device is lost.
+    """
     import torch
 
     if single_to_double_ratio(index) > FAST_RATIO:

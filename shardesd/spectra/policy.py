@@ -1,8 +1,9 @@
-"""Which precision a device computes in, and what kind of trouble an exception means."""
+"""Which precision a device computes in, what kind of trouble an exception means, and its words in one line."""
 
 from __future__ import annotations
 
 import ctypes
+import re
 from functools import cache
 from typing import Literal
 
@@ -15,13 +16,25 @@ _RATIO_ATTRIBUTE = 87  # CU_DEVICE_ATTRIBUTE_SINGLE_TO_DOUBLE_PRECISION_PERF_RAT
 
 _MEMORY = (
     *("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation"),
-    *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "NVRTC_ERROR_OUT_OF_MEMORY"),
     *("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory"),
 )
 _LOST = (
-    *("CUDA error", "CUDA driver error", "cudaError", "device-side assert", "illegal memory access", "CUDA_ERROR"),
+    *("CUDA error", "CUDA driver error", "cudaError", "device-side assert", "illegal memory access"),
     *("CUBLAS_STATUS_", "CUSOLVER_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_INTERNAL_ERROR", "uncorrectable ECC"),
 )
+# The driver's own names, as cuda-core has them: after these a context is of no more use. Others only refuse a call.
+_LOST_CODES = tuple(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        *("ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "ASSERT"),
+        *("INVALID_ADDRESS_SPACE", "INVALID_PC", "HARDWARE_STACK_ERROR", "TENSOR_MEMORY_LEAK", "CONTAINED", "UNKNOWN"),
+        *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "EXTERNAL_DEVICE", "DEVICE_UNAVAILABLE", "NO_DEVICE"),
+        *("CONTEXT_IS_DESTROYED", "DEINITIALIZED", "MPS_CLIENT_TERMINATED"),
+    )
+)
+_SAYS_WHAT = re.compile(r"\berror\b[^:]*:")
+_LINE = 200
 
 
 def choose_precision(wanted: str, device: str) -> Precision:
@@ -55,7 +68,8 @@ def single_to_double_ratio(index: int) -> int:
 def trouble(error: Exception) -> Literal["task", "memory", "device"]:
     """What an exception of a solve means: no memory, a device that is lost, or a fault of this matrix alone.
 
-    CUDA reports nearly all errors as a RuntimeError, so the words of its message decide.
+    torch reports nearly all errors of CUDA as a RuntimeError, cuda-core as an Exception of its own: the words of the
+    message decide.
     """
     import torch
 
@@ -64,4 +78,13 @@ def trouble(error: Exception) -> Literal["task", "memory", "device"]:
         return "memory"
     if isinstance(error, RuntimeError) and any(word in text for word in _LOST):
         return "device"
+    if any(code in text for code in _LOST_CODES):
+        return "device"
     return "task"
+
+
+def in_one_line(error: Exception) -> str:
+    """Of what an exception says, which may be a compiler's whole log, the line that says what is wrong."""
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    said = next(filter(_SAYS_WHAT.search, lines), lines[0] if lines else type(error).__name__)
+    return said if len(said) <= _LINE else f"{said[: _LINE - 1]}…"

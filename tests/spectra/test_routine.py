@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 import shardesd
 from shardesd import scanner, spectra
+from shardesd.engine import Device, Engine, Task
 from shardesd.records import Event, Notice, Spectrum
 from shardesd.spectra import cusolver, eigen, two_stage
 from shardesd.spectra.two_stage import compile
@@ -52,6 +53,29 @@ def no_package(index: int) -> Any:
 
 def no_compiler(index: int) -> Any:
     raise RuntimeError("NVRTC_ERROR_COMPILATION: chase.cu(3): error")
+
+
+class CUDAError(Exception):
+    """cuda-core's: no RuntimeError."""
+
+
+MISSING = 'Failure finding "libnvrtc.so.13": No such file: libnvrtc.so.13\n  listdir("/usr/lib"):\n    a.so\n'
+BUILTINS = """7: NVRTC_ERROR_BUILTIN_OPERATION_FAILURE, compilation log:
+
+nvrtc: error: failed to open libnvrtc-builtins.so.13.5.
+  Make sure that libnvrtc-builtins.so.13.5 is installed correctly."""
+LOG = """6: NVRTC_ERROR_COMPILATION, compilation log:
+
+default_program(12): warning #177-D: variable "unused" was declared but never referenced
+  int unused; // an error of rounding
+      ^
+
+default_program(335): error: identifier "Tile" is   undefined
+  __global__ void f() { Tile t; }
+                        ^
+
+1 error detected in the compilation of "default_program".
+"""
 
 
 @pytest.mark.parametrize(
@@ -105,6 +129,100 @@ def test_why_not(
     assert spectra.missing_batched(0) is None, "not asked for yet"
     assert not eigen._two_stage_takes(CUDA, 1024, 8)
     assert spectra.missing_batched(0) == reason
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CUDAError(LOG), """did not compile or load: default_program(335): error: identifier "Tile" is undefined"""),
+        (CUDAError("\n\n CUDA_ERROR_NO_BINARY_FOR_GPU:\tno\n kernel"), "load: CUDA_ERROR_NO_BINARY_FOR_GPU: no"),
+        (CUDAError(""), "load: CUDAError"),
+        (CUDAError("error: " + 4000 * "x"), "x…"),
+        (ImportError("cannot import name 'Device'\nfrom 'cuda.core'"), "(cannot import name 'Device')"),
+        (RuntimeError(MISSING), """(Failure finding "libnvrtc.so.13": No such file: libnvrtc.so.13)"""),
+        (CUDAError(BUILTINS), "(nvrtc: error: failed to open libnvrtc-builtins.so.13.5.)"),
+    ],
+)
+def test_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+    """The logs are NVRTC 13.5's own."""
+
+    def kernels(index: int) -> Any:
+        raise error
+
+    monkeypatch.setattr(compile, "kernels", kernels)
+    reason = str(spectra.why_not_batched(0))
+    assert reason.endswith(said)
+    assert reason == " ".join(reason.split())
+    assert len(reason) < 350
+    assert ("pip install 'shardesd[gpu]'" in reason) == ("libnvrtc" in said or isinstance(error, ImportError))
+    assert ("nvidia-cuda-nvrtc" in reason) == ("libnvrtc" in said)
+
+
+def test_a_refused_launch_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(grams: torch.Tensor) -> Any:
+        raise CUDAError("CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: a launch\n did not occur" + 4000 * "x")
+
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: True)
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", refused)
+    monkeypatch.setattr(cusolver, "available", lambda: False)
+    monkeypatch.setattr(eigen, "_index", lambda device: 0)
+    eigen.eigvalsh_many(torch.eye(40).expand(3, 40, 40))
+    assert spectra.missing_batched(0) == (
+        "the batched eigensolver failed: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES: a launch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "trouble"),
+    [
+        (CUDAError("CUDA_ERROR_OUT_OF_MEMORY: The API call failed"), "memory"),
+        (CUDAError("1: NVRTC_ERROR_OUT_OF_MEMORY"), "memory"),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (MemoryError(), "memory"),
+        (CUDAError("CUDA_ERROR_ILLEGAL_ADDRESS: While executing a kernel"), "device"),
+        (CUDAError("CUDA_ERROR_ECC_UNCORRECTABLE: This indicates"), "device"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "device"),
+    ],
+)
+def test_trouble_while_the_kernels_load_goes_to_the_engine_and_is_forgotten(
+    compiled: None, monkeypatch: pytest.MonkeyPatch, error: Exception, trouble: str
+) -> None:
+    works = compile.kernels
+
+    def kernels(index: int) -> Any:
+        raise error
+
+    monkeypatch.setattr(compile, "kernels", kernels)
+    for ask in (lambda: eigen._two_stage_takes(CUDA, 1024, 8), lambda: spectra.why_not_batched(0)):
+        with pytest.raises(type(error)) as caught:
+            ask()
+        assert spectra.trouble(caught.value) == trouble
+    assert spectra.missing_batched(0) is None
+    monkeypatch.setattr(compile, "kernels", works)
+    assert eigen._two_stage_takes(CUDA, 1024, 8), "there is memory again"
+
+
+def test_what_the_driver_refuses_is_no_lost_device() -> None:
+    """A kernel's attribute, or machine code that is too new: another solver takes over on the same GPU."""
+    for words in ("cuKernelSetAttribute failed: CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION: …"):
+        for error in (RuntimeError(words), CUDAError(words)):
+            assert spectra.trouble(error) == "task"
+
+
+def test_the_engine_tries_again_where_there_was_no_memory_for_the_kernels(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works, tries = compile.kernels, iter(range(100))
+
+    def kernels(index: int) -> Any:
+        if next(tries) == 0:
+            raise CUDAError("CUDA_ERROR_OUT_OF_MEMORY: The API call failed")
+        return works(index)
+
+    monkeypatch.setattr(compile, "kernels", kernels)
+    engine = Engine((Device("cuda:0"),), budget=10**9, classify=spectra.trouble)
+    outcomes = list(engine.map(Task(key=i, run=lambda device: eigen._two_stage_takes(CUDA, 1024, 1)) for i in range(3)))
+    assert [(outcome.value, outcome.device) for outcome in outcomes] == [(True, "cuda:0")] * 3
 
 
 def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ TOLERANCE = 1e-13
 def unavailable_reason(device: torch.device) -> str | None:
     """None where the solver runs on `device`, else why not, in one line.
 
-    The first call for a device compiles the kernels (seconds) or finds them in cuda-core's cache on disk.
+    The first call for a device compiles the kernels (seconds) or finds them in cuda-core's cache on disk. Raises what
+    CUDA raises where there is no memory for them or the device is lost.
     """
     if device.type != "cuda":
         return "the batched eigensolver needs a CUDA device"

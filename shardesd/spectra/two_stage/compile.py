@@ -6,6 +6,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from shardesd.spectra.policy import in_one_line, trouble
 from shardesd.spectra.two_stage.layout import GROUP, WIDTH
 
 _SOURCES = Path(__file__).parent / "kernels"
@@ -32,7 +33,10 @@ def panel_shared(warps: int) -> int:
 
 @cache
 def unavailable_reason(index: int) -> str | None:
-    """Why the solver cannot run on CUDA device `index`; compiles the kernels to find out. None: it can."""
+    """Why the solver cannot run on CUDA device `index`; compiles the kernels to find out. None: it can.
+
+    Raises, and remembers nothing, where there is no memory or the device is lost: that is no fault of the solver.
+    """
     import torch
 
     if torch.version.cuda is None:
@@ -42,9 +46,17 @@ def unavailable_reason(index: int) -> str | None:
     try:
         kernels(index)
     except ImportError as error:
-        return f"the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' ({error})"
+        said = in_one_line(error)
+        return f"the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' ({said})"
     except Exception as error:  # whatever NVRTC or the driver says, another solver takes over
-        return f"the batched eigensolver's kernels did not compile or load: {error}"
+        if trouble(error) != "task":
+            raise
+        said = in_one_line(error)
+        # cuda-core without its extras comes without NVRTC, and finds that out only now: a RuntimeError.
+        if "libnvrtc" in str(error):
+            remedy = "pip install 'shardesd[gpu]', which brings nvidia-cuda-nvrtc"
+            return f"the batched eigensolver needs the compiler NVRTC: {remedy} ({said})"
+        return f"the batched eigensolver's kernels did not compile or load: {said}"
     return None
 
 
