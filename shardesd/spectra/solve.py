@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # λ of the whole Gram beyond these lose digits to overflow or underflow; then the matrix is scaled by a power of two.
 _TRACE_RANGE = {"float64": (1e-200, 1e290), "float32": (1e-20, 1e30)}
 
+_FALLBACKS: tuple[Routine, ...] = ("svd", "eigvalsh")  # the last resort first
+
 _UNDERFLOW = "every λ underflows float64: its elements are below 1e-162"
 _DIVERGED = "the eigenvalues of the Gram matrix did not converge (try --solver svd)"
 
@@ -43,8 +45,9 @@ def compute(
 ) -> Spectrum:
     """The λ of one matrix, or of the slices of a convolution pooled into one ESD, each times `scale`.
 
-    `resolve` is the least λ that must be told from zero. Raises `MatrixError` for NaN, Inf, an all-zero matrix, or λ
-    beyond float64.
+    `resolve` is the least λ that must be told from zero. Of several slices the routine is `svd` where one of them
+    needed it, else `eigvalsh` where one did: none is said to be the batched solver's that isn't. Raises `MatrixError`
+    for NaN, Inf, an all-zero matrix, or λ beyond float64.
     """
     started = time.perf_counter()
     width = choose_precision(precision, device)
@@ -56,7 +59,7 @@ def compute(
     routines = [routine for _, routine, _ in found]
     return _spectrum(
         eigs_K,
-        "svd" if "svd" in routines else routines[0],
+        next((routine for routine in _FALLBACKS if routine in routines), routines[0]),
         width,
         device,
         time.perf_counter() - started,
@@ -178,14 +181,11 @@ def _one(
     else:
         gram = torch.empty((n, n), dtype=getattr(torch, precision), device=device)
         exponent = _fill(matrix, gram, precision)
-    try:
-        (eigs,), routine, again = eigvalsh(gram)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        if solver == "gram":
-            raise MatrixError(_DIVERGED) from None
-        return _svd(matrix, "float64", "cpu"), "svd", False
+    (eigs,), routine, again = eigvalsh(gram)
     del gram
     eigs = _scaled(np.maximum(eigs, 0.0), 2 * exponent)
+    if np.isnan(eigs).any() and solver == "gram":
+        raise MatrixError(_DIVERGED)
     if np.isnan(eigs).any() or drowned(eigs, solver, precision, resolve):
         return _svd(matrix, "float64", "cpu"), "svd", bool(again)
     return eigs, "eigvalsh" if again else routine, bool(again)

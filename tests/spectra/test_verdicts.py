@@ -120,6 +120,73 @@ def test_what_cusolver_cannot_solve_either_gets_an_svd(fake: list[int], monkeypa
         assert np.abs(result.eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
 
 
+@pytest.fixture
+def alone(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """`compute` has its Grams solved by the fake too, one at a time; the solves (0, 1, …) that are denied."""
+    denied: set[int] = set()
+    done = iter(range(100))
+
+    def solver(grams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        bad = next(done) in denied
+        eigs = torch.linalg.eigvalsh(grams)
+        return torch.full_like(eigs, 12345.0) if bad else eigs, torch.tensor([two_stage.TRACE if bad else 0])
+
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", solver)
+    monkeypatch.setattr(solve, "eigvalsh", lambda gram: eigen.eigvalsh_many(gram[None]))
+    return denied
+
+
+def test_gram_alone_is_refused_where_nothing_converges_as_in_a_batch(
+    alone: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eigvalsh = torch.linalg.eigvalsh
+
+    def diverges(gram: torch.Tensor) -> torch.Tensor:
+        if gram.ndim == 2:
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")  # type: ignore[attr-defined]
+        return eigvalsh(gram)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", diverges)
+    alone.add(0)
+    (W,) = weights(1)
+    with pytest.raises(MatrixError, match="did not converge"):
+        spectra.compute([StoredMatrix(W, "F32")], solver="gram")
+    alone.add(1)
+    found = spectra.compute([StoredMatrix(W, "F32")], solver="auto")
+    assert (found.solver, found.routine, found.recomputed) == ("svd", "svd", True)
+    assert np.abs(found.eigs - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+
+
+@pytest.mark.parametrize(
+    ("denied", "diverging", "routine"),
+    [
+        (set(), False, "two_stage"),
+        ({0}, False, "eigvalsh"),
+        ({2}, False, "eigvalsh"),
+        ({0, 1, 2}, False, "eigvalsh"),
+        ({0, 2}, True, "svd"),
+    ],
+)
+def test_pooled_slices_have_the_routine_of_the_one_that_needed_most(
+    alone: set[int], monkeypatch: pytest.MonkeyPatch, denied: set[int], diverging: bool, routine: str
+) -> None:
+    slices = weights(3)
+    last = torch.from_numpy(np.square(slices[2], dtype=np.float64).sum(0))
+    eigvalsh = torch.linalg.eigvalsh
+
+    def diverges(gram: torch.Tensor) -> torch.Tensor:
+        if diverging and gram.ndim == 2 and torch.allclose(gram.diagonal(), last):
+            raise torch.linalg.LinAlgError("the algorithm failed to converge")  # type: ignore[attr-defined]
+        return eigvalsh(gram)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", diverges)
+    alone |= denied
+    found = spectra.compute([StoredMatrix(W, "F32") for W in slices])
+    assert (found.routine, found.recomputed) == (routine, bool(denied))
+    expected = np.sort(np.concatenate([exact(W) for W in slices]))
+    assert np.abs(found.eigs - expected).max() <= 1e-13 * expected[-1] * N
+
+
 @pytest.mark.parametrize("batched", [False, True])
 def test_without_it_cusolver_takes_over(monkeypatch: pytest.MonkeyPatch, batched: bool) -> None:
     grams = torch.from_numpy(np.stack([W.T.astype(np.float64) @ W for W in weights()]))
