@@ -40,7 +40,10 @@ class Finding:
 
 
 def examine(out: Path, *, network: bool = True) -> Iterator[Finding]:
-    """The findings, one after the other. Without `network` the Hub is not asked. Nothing stays on the disk."""
+    """The findings, one after the other. Without `network` the Hub is not asked.
+
+    Nothing stays on the disk but compiled kernels, in cuda-core's own cache, where a scan finds them.
+    """
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),
         ("packages", _packages),
@@ -154,11 +157,14 @@ def _gpus() -> Iterator[Finding]:
 def _gpu(index: int) -> Finding:
     import torch
 
+    from shardesd import spectra
+
     name = f"cuda:{index}"
     try:
         free, total = torch.cuda.mem_get_info(index)
         model = torch.cuda.get_device_name(index)
         error, seconds = _solve(name)
+        without = spectra.why_not_batched(index)
     except Exception as fault:  # torch reports most of what can be wrong with a GPU as a RuntimeError
         remedy = f"leave it out with --device or CUDA_VISIBLE_DEVICES ({name} can't solve)"
         return Finding(name=name, grade="note", found=_line(fault), remedy=remedy)
@@ -166,9 +172,10 @@ def _gpu(index: int) -> Finding:
     if error > 1e-10:
         found += f": a tiny solve differs from the CPU's by {error:.1e}"
         return Finding(name=name, grade="note", found=found, remedy="leave it out, and have it looked at")
-    return Finding(
-        name=name, grade="ok", found=f"{found}, a tiny solve took {seconds * 1000:.0f} ms, equal to the CPU's"
-    )
+    found += f", a tiny solve took {seconds * 1000:.0f} ms, equal to the CPU's"
+    if without:
+        found += f"; no batched solver: {without}"
+    return Finding(name=name, grade="note" if spectra.missing_batched(index) else "ok", found=found)
 
 
 def _solve(device: str) -> tuple[float, float]:

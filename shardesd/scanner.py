@@ -132,6 +132,14 @@ def _options(options: ScanOptions | None, changes: Mapping[str, Any]) -> ScanOpt
 
 _told: set[str] = set()
 """GPUs of this process of which it was said that the batched solver is missing there."""
+_telling = threading.Lock()
+
+
+def _first_to_tell(device: str) -> bool:
+    with _telling:
+        first = device not in _told
+        _told.add(device)
+    return first
 
 
 class _Scan:
@@ -173,6 +181,7 @@ class _Scan:
         self._kept = 0
         self._routines = Counter[str]()
         self._recomputed = 0
+        self._unbatched: dict[str, str] = {}  # GPU → a note that the batched solver is missing there
 
     def rows(self) -> Iterator[Row]:
         """Runs the scan. Rows of an earlier run come first."""
@@ -258,13 +267,16 @@ class _Scan:
         self._emit(Notice(message=message))
 
     def _note_routine(self, spectrum: Spectrum) -> None:
-        """Counts what computed λ, and says once in a process that a GPU has to do without the batched solver."""
+        """Counts what computed λ, and notes a GPU that has to do without the batched solver; said once in a process."""
         self._routines[spectrum.routine or ""] += 1
         self._recomputed += spectrum.recomputed
-        kind, _, index = spectrum.device.partition(":")
-        if kind == "cuda" and spectrum.device not in _told and (reason := spectra.missing_batched(int(index))):
-            _told.add(spectrum.device)
-            self._note(f"{spectrum.device}: {reason}; cuSOLVER's own solvers take its place, several times slower")
+        device = spectrum.device
+        kind, _, index = device.partition(":")
+        if kind == "cuda" and device not in self._unbatched and (reason := spectra.missing_batched(int(index))):
+            words = f"{device}: {reason}; cuSOLVER's own solvers take its place, several times slower"
+            self._unbatched[device] = words
+            if _first_to_tell(device):
+                self._note(words)
 
     def _say_what_met_nothing(self, longnames: Collection[str]) -> None:
         for glob in self._options.include:
@@ -307,7 +319,7 @@ class _Scan:
             "commit": checkpoint.source.commit,
             "location": checkpoint.source.location,
             "shards": checkpoint.digests(),
-            "notes": list(checkpoint.notes),
+            "notes": [*checkpoint.notes, *self._unbatched.values()],
             "options": asdict(self._options),
             "versions": {
                 "shardesd": __version__,

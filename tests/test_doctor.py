@@ -13,6 +13,7 @@ from checkpoints import cli
 from hub_server import HubServer, use_hub
 
 import shardesd.doctor
+from shardesd import spectra
 from shardesd.doctor import Finding, examine
 
 GOLDEN = """ok    python    N on Linux X
@@ -78,20 +79,19 @@ def test_what_is_wrong_has_a_remedy(plain: None, tmp_path: Path, monkeypatch: py
     assert grades.count("bad") == 2
 
 
-def test_a_gpu_that_solves_wrongly_or_not_at_all(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpus(plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three that solve rightly, with the batched solver."""
+
     class Nvml:
         @staticmethod
         def nvmlSystemGetDriverVersion() -> str:
             return "580.1"
 
-    def solve(device: str) -> tuple[float, float]:
-        if device == "cuda:2":
-            raise RuntimeError("CUDA error: uncorrectable\nECC error")
-        return {"cuda:1": 1e-3}.get(device, 1e-15), 0.01
-
     monkeypatch.setattr(shardesd.doctor, "load_nvml", Nvml)
     monkeypatch.setattr(shardesd.doctor, "visible_gpus", lambda nvml: [0, 1, 2])
-    monkeypatch.setattr(shardesd.doctor, "_solve", solve)
+    monkeypatch.setattr(shardesd.doctor, "_solve", lambda device: (1e-15, 0.01))
+    monkeypatch.setattr(spectra, "why_not_batched", lambda index: None)
     for name, value in {
         "is_available": lambda: True,
         "device_count": lambda: 3,
@@ -99,12 +99,40 @@ def test_a_gpu_that_solves_wrongly_or_not_at_all(plain: None, tmp_path: Path, mo
         "get_device_name": lambda index: "A GPU",
     }.items():
         monkeypatch.setattr(f"torch.cuda.{name}", value)
+
+
+def test_a_gpu_that_solves_wrongly_or_not_at_all(gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def solve(device: str) -> tuple[float, float]:
+        if device == "cuda:2":
+            raise RuntimeError("CUDA error: uncorrectable\nECC error")
+        return {"cuda:1": 1e-3}.get(device, 1e-15), 0.01
+
+    monkeypatch.setattr(shardesd.doctor, "_solve", solve)
     found = by_name(tmp_path)
     assert [found[f"cuda:{i}"].grade for i in range(3)] == ["ok", "note", "note"]
     assert "differs from the CPU's by 1.0e-03" in found["cuda:1"].found
     assert found["cuda:2"].found == "CUDA error: uncorrectable ECC error"
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "driver for CUDA" in by_name(tmp_path)["gpus"].remedy or "CUDA build" in by_name(tmp_path)["gpus"].remedy
+
+
+def test_a_gpu_without_the_batched_solver(gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would be faster with it is a note, what would not is well; and so is one whose memory is taken."""
+    reasons = {0: "its float64 is slow", 1: "it needs cuda-core: pip install 'shardesd[gpu]'"}
+
+    def why(index: int) -> str | None:
+        if index == 2:
+            raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY:\nThe API call failed")
+        return reasons[index]
+
+    assert all("batched" not in by_name(tmp_path)[f"cuda:{i}"].found for i in range(3))
+    monkeypatch.setattr(spectra, "why_not_batched", why)
+    monkeypatch.setattr(spectra, "missing_batched", lambda index: reasons[index] if index == 1 else None)
+    found = by_name(tmp_path)
+    assert [found[f"cuda:{i}"].grade for i in range(3)] == ["ok", "note", "note"]
+    for index, reason in reasons.items():
+        assert found[f"cuda:{index}"].found.endswith(f"equal to the CPU's; no batched solver: {reason}")
+    assert found["cuda:2"].found == "CUDA_ERROR_OUT_OF_MEMORY: The API call failed"
 
 
 def test_a_wrong_cpu_ends_it(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

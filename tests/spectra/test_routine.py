@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +19,7 @@ from safetensors.numpy import save_file
 import shardesd
 from shardesd import scanner, spectra
 from shardesd.engine import Device, Engine, Task
-from shardesd.records import Event, Notice, Spectrum
+from shardesd.records import Event, Notice
 from shardesd.spectra import cusolver, eigen, two_stage
 from shardesd.spectra.two_stage import compile
 
@@ -310,21 +313,58 @@ def test_the_provenance_counts_what_computed_the_eigenvalues(tmp_path: Path, mon
     assert (again["eigensolvers"], again["recomputed"]) == ({"eigvalsh": 4}, 4)
 
 
-def test_a_missing_solver_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """λ that the CPU computes are said to be a GPU's."""
     compute = spectra.compute
+    monkeypatch.setattr(
+        spectra, "compute", lambda *args, **options: replace(compute(*args, **options), device="cuda:0")
+    )
 
-    def on_a_gpu(*args: Any, **options: Any) -> Spectrum:
-        return replace(compute(*args, **options), device="cuda:0")
 
-    def notices() -> list[str]:
-        events: list[Event] = []
-        shardesd.scan(weights(), device="cpu", cache=False, on_event=events.append)
-        return [event.message for event in events if isinstance(event, Notice)]
+def notices() -> list[str]:
+    events: list[Event] = []
+    shardesd.scan(weights(), device="cpu", cache=False, on_event=events.append)
+    return [event.message for event in events if isinstance(event, Notice)]
 
-    monkeypatch.setattr(spectra, "compute", on_a_gpu)
+
+NEEDS_PACKAGE = "the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' (…)"
+
+
+def test_a_missing_solver_is_said_once(on_a_gpu: None) -> None:
     assert notices() == []
-    eigen._missing[0] = "the batched eigensolver needs cuda-core 1.0 or newer: pip install 'shardesd[gpu]' (…)"
+    eigen._missing[0] = NEEDS_PACKAGE
     (said,) = notices()
     assert "cuda:0" in said
     assert "shardesd[gpu]" in said
     assert notices() == []
+
+
+def test_a_missing_solver_is_in_the_notes_of_every_run(on_a_gpu: None, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file(weights(), model / "model.safetensors")
+    assert provenance(model, tmp_path / "with", cache=False)["notes"] == []
+    eigen._missing[0] = NEEDS_PACKAGE
+    for out in ("first", "second"):
+        (note,) = provenance(model, tmp_path / out, cache=False)["notes"]
+        assert note.startswith(f"cuda:0: {NEEDS_PACKAGE}")
+
+
+def test_two_scans_at_once_say_it_once(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    class Told(set[str]):
+        """Looked into by both before either writes, if both may."""
+
+        def __contains__(self, device: object) -> bool:
+            found = super().__contains__(device)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.5)
+            return found
+
+    monkeypatch.setattr(scanner, "_told", Told())
+    eigen._missing[0] = NEEDS_PACKAGE
+    with ThreadPoolExecutor(2) as pool:
+        said = list(pool.map(lambda _: notices(), range(2)))
+    assert sorted(map(len, said)) == [0, 1]
