@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +129,30 @@ def test_repeated_batches_are_bit_identical() -> None:
     grams = torch.from_numpy(np.stack([W @ W.T for W in kinds(300).values()])).cuda()
     first = eigen.eigvalsh_many(grams.clone()).eigs
     assert all(np.array_equal(first, eigen.eigvalsh_many(grams.clone()).eigs) for _ in range(1000))
+
+
+FIRST_USE = """
+import json, sys
+import shardesd
+result = shardesd.scan(sys.argv[1], device=sys.argv[2], cache=False, out=sys.argv[3])
+assert not result.failed
+"""
+
+
+def test_threads_of_all_cards_find_the_batched_solver_at_its_first_use(tmp_path: Path) -> None:
+    """A process of its own each time: what goes wrong does so while the libraries are loaded."""
+    if eigen.why_not_batched(0):
+        pytest.skip("no batched solver on this card")
+    rng = np.random.default_rng(5)
+    weights = {f"layers.{i}.fc.weight": rng.standard_normal((900, 900)).astype(np.float32) for i in range(64)}
+    save_file(weights, tmp_path / "model.safetensors")
+    cards = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    for attempt in range(4):
+        out = tmp_path / str(attempt)
+        subprocess.run([sys.executable, "-c", FIRST_USE, str(tmp_path), cards, str(out)], check=True)
+        (path,) = (out / "runs").glob("*.json")
+        run = json.loads(path.read_bytes())
+        assert run["eigensolvers"] == {"two_stage": 64}, run["notes"]
 
 
 def test_a_result_that_is_denied_is_counted_in_the_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

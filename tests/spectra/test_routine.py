@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,28 @@ def test_the_engine_tries_again_where_there_was_no_memory_for_the_kernels(
     engine = Engine((Device("cuda:0"),), budget=10**9, classify=spectra.trouble)
     outcomes = list(engine.map(Task(key=i, run=lambda device: eigen._two_stage_takes(CUDA, 1024, 1)) for i in range(3)))
     assert [(outcome.value, outcome.device) for outcome in outcomes] == [(True, "cuda:0")] * 3
+
+
+def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuda-core can't be imported by several threads at once: all but the first found no batched solver, for good."""
+    made: list[int] = []
+    at_work: list[int] = []
+
+    class Kernels:
+        def __init__(self, index: int) -> None:
+            at_work.append(index)
+            time.sleep(0.02)
+            assert at_work == [index]
+            at_work.remove(index)
+            made.append(index)
+
+    monkeypatch.setattr(compile, "Kernels", Kernels)
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(compile.kernels, [0, 1] * 8))
+    assert sorted(made) == [0, 1]
+    assert [kernels is found[at % 2] for at, kernels in enumerate(found)] == [True] * 16
 
 
 def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

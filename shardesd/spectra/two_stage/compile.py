@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -155,9 +156,16 @@ def _config(grid: tuple[int, int], block: tuple[int, int], cluster: int, shared:
     return LaunchConfig(grid=grid, block=block, cluster=cluster or None, shmem_size=shared)
 
 
-@cache
+_loading = threading.Lock()
+_loaded: dict[int, Kernels] = {}
+
+
 def kernels(index: int) -> Kernels:
+    """Of CUDA device `index`. One thread loads them, and others wait: cuda-core is not made for several at once."""
     import torch
 
-    with torch.cuda.device(index):
-        return Kernels(index)
+    with _loading:
+        if index not in _loaded:
+            with torch.cuda.device(index):
+                _loaded[index] = Kernels(index)
+        return _loaded[index]
