@@ -19,7 +19,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
@@ -29,6 +28,7 @@ from typing import cast
 
 import numpy as np
 
+from shardesd.checkpoint.crew import readers
 from shardesd.errors import AccessDenied, NotFound, OptionError, ShardChanged, SourceError
 from shardesd.options import IO_METHODS
 
@@ -37,7 +37,6 @@ CHUNK_BYTES = 8 << 20
 
 PART_BYTES = 4 << 20
 """Of a longer range, what one thread reads."""
-_MOST_READERS = 16
 
 _Copy = Callable[[int, int, int], int]
 
@@ -182,18 +181,12 @@ class Reader:
 
     def _read_plain(self, data: np.ndarray, start: int, done: int) -> None:
         """Read `data` from its byte `done` on; a long range by several threads, which is faster from any good disk."""
-        pool = _readers() if len(data) - done > PART_BYTES else None
-        if pool is None:
+        crew = readers() if len(data) - done > PART_BYTES else None
+        if crew is None:
             self._read_part(data, start, done, len(data))
             return
         spans = [(at, min(at + PART_BYTES, len(data))) for at in range(done, len(data), PART_BYTES)]
-        parts = [pool.submit(self._read_part, data, start, *span) for span in spans[1:]]
-        try:
-            self._read_part(data, start, *spans[0])
-        finally:
-            wait(parts)  # whatever happened: `data` is the caller's again once this returns
-        for part in parts:
-            part.result()
+        crew.each(lambda span: self._read_part(data, start, *span), spans)
 
     def _read_part(self, data: np.ndarray, start: int, done: int, end: int) -> None:
         target = data.data
@@ -219,19 +212,6 @@ def unreadable(path: Path, error: OSError) -> SourceError:
     """The error of our own for an `OSError` on `path`."""
     kinds = {errno.ENOENT: NotFound, errno.EACCES: AccessDenied, errno.EPERM: AccessDenied}
     return kinds.get(error.errno or 0, SourceError)(f"{path} can't be read: {error.strerror or error}")
-
-
-@cache
-def _readers() -> ThreadPoolExecutor | None:
-    """Threads that read parts of long ranges for all readers of this process; None where there can be no two."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores < 2 or not hasattr(os, "preadv"):
-        return None
-    return ThreadPoolExecutor(min(_MOST_READERS, cores), thread_name_prefix="shardesd-reader")
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_readers.cache_clear)  # a fork has none of these threads
 
 
 class _IoVec(ctypes.Structure):
