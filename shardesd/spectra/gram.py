@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
 
-UPLOAD_BYTES = 32_000_000
+UPLOAD_BYTES = 1 << 25
 """Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, but pinned
 memory costs half a second a gigabyte once in a process (docs/performance.md)."""
 
