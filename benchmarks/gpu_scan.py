@@ -4,9 +4,9 @@
     python benchmarks/gpu_scan.py experts [--experts 512] 512 experts of 768 × 2048 beside a few dense matrices
     python benchmarks/gpu_scan.py devices                one GPU against two
 
-Seconds are wall-clock after imports and CUDA's start, from a warm page cache (`--cold`: from the disk, as far as the
-machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's peak above that of the same
-process before the scan.
+Seconds are wall-clock after imports and CUDA's start, though not the batched solver's, from a warm page cache (`--cold`:
+from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's
+peak above that of the same process before the scan.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ SHARDESD = (
 import polars, shardesd, shardesd.scanner
 from shardesd import spectra
 if sys.argv[4] == "again": shardesd.scan(folder, device=device, cache=False)
-notes = [spectra.why_not_batched(i) for i in range(torch.cuda.device_count())] if "cuda" in device else []
 before, started = peak(), time.perf_counter()
 result = shardesd.scan(folder, device=device, cache=False)
+missing = [reason for i in range(torch.cuda.device_count()) if (reason := spectra.missing_batched(i))]
 """
-    + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "notes": notes, "peak"')
+    + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "missing": missing, "peak"')
 )
-CUSOLVER = SHARDESD.replace("notes =", "spectra.two_stage.unavailable_reason = lambda device: 'left out'; notes =")
+LEFT_OUT = "spectra.two_stage.unavailable_reason = lambda device: 'left out'"
+CUSOLVER = SHARDESD.replace("import spectra\n", f"import spectra\n{LEFT_OUT}\n")
 KEPT = "import tempfile; kept = tempfile.TemporaryDirectory()" + SHARDESD.replace("cache=False", "cache_dir=kept.name")
 READ = (
     HEAD

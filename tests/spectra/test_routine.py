@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -249,6 +250,35 @@ def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(mon
         found = list(pool.map(compile.kernels, [0, 1] * 8))
     assert sorted(made) == [0, 1]
     assert [kernels is found[at % 2] for at, kernels in enumerate(found)] == [True] * 16
+
+
+def test_those_who_need_the_kernels_wait_for_the_early_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    importing, go = threading.Event(), threading.Event()
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name.partition(".")[0] == "cuda":
+                importing.set()
+                go.wait(10)
+                raise ImportError("half a package")
+
+    hooked: list[object] = []
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setattr(threading, "excepthook", hooked.append)
+    monkeypatch.setattr(compile, "Kernels", lambda index: f"kernels of {index}")
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    two_stage.import_early()
+    assert importing.wait(10)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(compile.kernels, 0)
+        time.sleep(0.05)
+        assert not loading.done()
+        go.set()
+        assert str(loading.result(10)) == "kernels of 0"
+    assert hooked == [], "what is wrong with the package is said when it is needed"
 
 
 def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,13 @@ def unavailable_reason(device: torch.device) -> str | None:
     return of_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def import_early() -> None:
+    """Starts importing what the solver needs, in a thread, while the caller makes ready to use a GPU."""
+    from shardesd.spectra.two_stage.compile import import_early as start
+
+    start()
+
+
 def largest_n(device: torch.device) -> int:
     """The largest matrix that the solver takes on `device`: 8192 on an H100."""
     import torch

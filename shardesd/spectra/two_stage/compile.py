@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ _loaded: dict[int, Kernels] = {}
 
 
 def kernels(index: int) -> Kernels:
-    """Of CUDA device `index`. One thread loads them, and others wait: cuda-core is not made for several at once."""
+    """Of CUDA device `index`. One thread loads them, and others wait: cuda-core can't be imported by two at once."""
     import torch
 
     with _loading:
@@ -169,3 +170,13 @@ def kernels(index: int) -> Kernels:
             with torch.cuda.device(index):
                 _loaded[index] = Kernels(index)
         return _loaded[index]
+
+
+def import_early() -> None:
+    """Has a thread import cuda-core, for a few tenths of a second, so that the first solve needn't wait for it."""
+
+    def work() -> None:
+        with _loading, suppress(Exception):  # what is wrong with it is found and said once it is needed
+            import cuda.core.utils  # noqa: F401
+
+    threading.Thread(target=work, name="shardesd-import").start()
