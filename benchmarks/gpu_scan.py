@@ -4,8 +4,8 @@
     python benchmarks/gpu_scan.py experts [--experts 512] 512 experts of 768 × 2048 beside a few dense matrices
     python benchmarks/gpu_scan.py devices                one GPU against two
 
-Seconds are wall-clock after imports and CUDA's start, though not the batched solver's, from a warm page cache (`--cold`:
-from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's
+Seconds are wall-clock after imports and CUDA's start, though not the batched solver's, from a warm page cache
+(`--cold`: from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's
 peak above that of the same process before the scan.
 """
 
