@@ -5,8 +5,8 @@
     python benchmarks/gpu_scan.py devices                one GPU against two
 
 Seconds are wall-clock after imports and CUDA's start, though not the batched solver's, from a warm page cache
-(`--cold`: from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is the process's
-peak above that of the same process before the scan.
+(`--cold`: from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is
+the process's peak above that of the same process before the scan.
 """
 
 from __future__ import annotations
