@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
+from shardesd.engine.places import Place, Worker
 from shardesd.engine.ready import Ready
 from shardesd.engine.threads import close_at_exit, quick_turns, start
 from shardesd.engine.work import DeviceState, FeedError, Outcome, State, Task, Ticket, Trouble
@@ -82,34 +82,6 @@ class Engine:
                 run.close()
 
 
-@dataclass(slots=True, eq=False)
-class _Place(Generic[K, T]):
-    """A device in use."""
-
-    device: Device
-    workers: list[_Worker[K, T]] = field(default_factory=list)
-    done: int = 0
-    retired: str = ""
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.device.name == "cpu"
-
-    @property
-    def device_bytes(self) -> int:
-        return sum(ticket.task.device_bytes for worker in self.workers for ticket in worker.tickets)
-
-
-@dataclass(slots=True, eq=False)
-class _Worker(Generic[K, T]):
-    """One slot: its thread, and what it works on."""
-
-    place: _Place[K, T]
-    tickets: list[Ticket[K, T]] = field(default_factory=list)
-    since: float = 0.0
-    abandoned: bool = False
-
-
 class _Run(Generic[K, T]):
     """One `map`. `_changed` guards everything below it."""
 
@@ -132,7 +104,7 @@ class _Run(Generic[K, T]):
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._ready: Ready[K, T] = Ready()
         close_at_exit(self)
-        self._places = [_Place[K, T](device) for device in engine.devices]
+        self._places = [Place[K, T](device) for device in engine.devices]
         for place in self._places:
             self._staff(place)
         start(self._feed, "shardesd-feeder", tasks)
@@ -205,7 +177,7 @@ class _Run(Generic[K, T]):
                     if worker.tickets and now - worker.since > allowed:
                         self._abandon(worker, now - worker.since)
 
-    def _abandon(self, worker: _Worker[K, T], seconds: float) -> None:
+    def _abandon(self, worker: Worker[K, T], seconds: float) -> None:
         """A solve that doesn't end: its thread is left to itself, and what it may still give is not taken."""
         worker.abandoned = True
         worker.place.workers.remove(worker)
@@ -249,17 +221,17 @@ class _Run(Generic[K, T]):
 
     # The workers' threads
 
-    def _staff(self, place: _Place[K, T]) -> None:
+    def _staff(self, place: Place[K, T]) -> None:
         for _ in range(place.device.slots):
             self._hire(place)
 
-    def _hire(self, place: _Place[K, T]) -> None:
-        worker = _Worker(place)
+    def _hire(self, place: Place[K, T]) -> None:
+        worker = Worker(place)
         place.workers.append(worker)
         name = f"shardesd-{place.device.name}-{len(place.workers)}"
         start(self._work, name, worker)
 
-    def _work(self, worker: _Worker[K, T]) -> None:
+    def _work(self, worker: Worker[K, T]) -> None:
         device = worker.place.device
         try:
             self._engine.prepare(device)
@@ -282,7 +254,7 @@ class _Run(Generic[K, T]):
                     self._settle(ticket, outcome, worker.place)
                 self._changed.notify_all()
 
-    def _take(self, worker: _Worker[K, T]) -> list[Ticket[K, T]] | None:
+    def _take(self, worker: Worker[K, T]) -> list[Ticket[K, T]] | None:
         """What the worker does next; None when there will be nothing more for it."""
         place = worker.place
         with self._changed:
@@ -314,10 +286,10 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             return list(worker.tickets)
 
-    def _suits(self, ticket: Ticket[K, T], place: _Place[K, T]) -> bool:
+    def _suits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         return place.is_cpu or not ticket.cpu_only
 
-    def _fits(self, ticket: Ticket[K, T], place: _Place[K, T]) -> bool:
+    def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         """Whether there is memory for it now. One beyond the whole budget runs alone."""
         working = [worker for worker in place.workers if worker.tickets]
         host = self._host_bytes()
@@ -331,13 +303,7 @@ class _Run(Generic[K, T]):
         return not used or used + ticket.task.device_bytes <= place.device.budget
 
     def _host_bytes(self) -> int:
-        """Tasks that are solved together are read one after the other, so the largest of them counts."""
-        return sum(
-            max(ticket.task.host_bytes for ticket in worker.tickets)
-            for place in self._places
-            for worker in place.workers
-            if worker.tickets
-        )
+        return sum(place.host_bytes for place in self._places)
 
     def _attempt(self, tickets: list[Ticket[K, T]], device: str) -> Sequence[Outcome[K, T]]:
         if len(tickets) > 1 and self._run_many is not None:
@@ -353,7 +319,7 @@ class _Run(Generic[K, T]):
             return [Outcome(key=task.key, error=error, device=device, seconds=time.perf_counter() - started)]
         return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]
 
-    def _settle(self, ticket: Ticket[K, T], outcome: Outcome[K, T], place: _Place[K, T]) -> None:
+    def _settle(self, ticket: Ticket[K, T], outcome: Outcome[K, T], place: Place[K, T]) -> None:
         """An outcome is delivered, or its task tried elsewhere: for want of memory alone, then on the CPU."""
         trouble = "task" if outcome.error is None or place.is_cpu else self._engine.classify(outcome.error)
         if trouble == "task":
@@ -374,7 +340,7 @@ class _Run(Generic[K, T]):
             ticket.delivered = True
             self._done.put(outcome)
 
-    def _retire(self, place: _Place[K, T], why: str) -> None:
+    def _retire(self, place: Place[K, T], why: str) -> None:
         if not place.retired:
             place.retired = " ".join(why.split()) or "lost"
             self._engine.notice(f"{place.device.name} is used no more: {place.retired[:200]}; the scan goes on without")
@@ -384,7 +350,7 @@ class _Run(Generic[K, T]):
         alive = [place for place in self._places if not place.retired]
         needed = not alive or any(ticket.cpu_only for ticket in self._ready)
         if needed and not any(place.is_cpu for place in alive):
-            place = _Place[K, T](self._engine.fallback)
+            place = Place[K, T](self._engine.fallback)
             self._places.append(place)
             self._staff(place)
         self._changed.notify_all()
