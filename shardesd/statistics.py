@@ -115,6 +115,7 @@ class Statistics:
             host_bytes=max(_at_once(part, shard) for part in parts),
             cost=_OPERATIONS * sum(part.numel for part in parts),
             deadline=120 + nbytes / 1e6,
+            aside=True,
         )
 
     def counting(self, shard: Shard, tensor: TensorRef) -> Shard:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
@@ -105,6 +106,7 @@ class _Run(Generic[K, T]):
         self._ready: Ready[K, T] = Ready()
         close_at_exit(self)
         self._places = [Place[K, T](device) for device in engine.devices]
+        self._aside = Place[K, T](replace(engine.fallback, slots=1))  # has its worker once there is something for it
         for place in self._places:
             self._staff(place)
         start(self._feed, "shardesd-feeder", tasks)
@@ -171,7 +173,7 @@ class _Run(Generic[K, T]):
     def _look_for_hung(self) -> None:
         now = time.monotonic()
         with self._changed:
-            for place in self._places:
+            for place in (*self._places, self._aside):
                 for worker in list(place.workers):
                     allowed = sum(ticket.task.deadline for ticket in worker.tickets)
                     if worker.tickets and now - worker.since > allowed:
@@ -209,6 +211,8 @@ class _Run(Generic[K, T]):
                     self._all_here.clear()
                     self._pending += 1
                     self._ready.add(Ticket(task, number))
+                    if task.aside and not self._aside.workers:
+                        self._staff(self._aside)
                     self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
@@ -261,10 +265,7 @@ class _Run(Generic[K, T]):
             while True:
                 if self._closed or place.retired or worker.abandoned:
                     return None
-                first = self._ready.take(
-                    lambda ticket: self._fits(ticket, place), lambda ticket: self._suits(ticket, place)
-                )
-                if first is not None:
+                if (first := self._longest(place)) is not None:
                     break
                 self._changed.wait(1.0)
             worker.tickets = [first]
@@ -286,8 +287,18 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             return list(worker.tickets)
 
-    def _suits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
-        return place.is_cpu or not ticket.cpu_only
+    def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
+        """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
+
+        def take(aside: bool) -> Ticket[K, T] | None:
+            return self._ready.take(
+                lambda ticket: self._fits(ticket, place),
+                lambda ticket: ticket.task.aside == aside and (place.is_cpu or not ticket.cpu_only),
+            )
+
+        if place is self._aside:
+            return take(True)
+        return take(False) or (take(True) if place.is_cpu else None)
 
     def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         """Whether there is memory for it now. One beyond the whole budget runs alone."""
@@ -303,7 +314,7 @@ class _Run(Generic[K, T]):
         return not used or used + ticket.task.device_bytes <= place.device.budget
 
     def _host_bytes(self) -> int:
-        return sum(place.host_bytes for place in self._places)
+        return sum(place.host_bytes for place in (*self._places, self._aside))
 
     def _attempt(self, tickets: list[Ticket[K, T]], device: str) -> Sequence[Outcome[K, T]]:
         if len(tickets) > 1 and self._run_many is not None:

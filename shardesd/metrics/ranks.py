@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,5 +32,5 @@ def ranks(eigs: ArrayLike) -> Ranks:
     return Ranks(
         descending.size,
         int(np.count_nonzero(np.sqrt(descending) > RELATIVE * np.sqrt(descending[0]))),
-        min(int(np.searchsorted(energy, ENERGY * energy[-1])) + 1, descending.size),
+        min(bisect_left(energy, ENERGY * energy[-1]) + 1, descending.size),
     )

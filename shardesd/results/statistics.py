@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import polars as pl
 
@@ -30,11 +30,11 @@ STATS_SCHEMA: dict[str, pl.DataType] = {name: _POLARS[kind] for name, kind in _T
 
 def stats_frame(rows: Iterable[StatsRow]) -> pl.DataFrame:
     """A table with the columns and types of `STATS_SCHEMA`; a number that isn't finite is a null."""
-    columns: dict[str, list[Any]] = {name: [] for name in STATS_SCHEMA}
-    for row in rows:
-        for name, values in columns.items():
-            values.append(plain_value(getattr(row, name), _TYPES[name]))
-    return pl.DataFrame(columns, schema=STATS_SCHEMA)
+    each = list(rows)
+    return pl.DataFrame(
+        {name: [plain_value(getattr(row, name), kind) for row in each] for name, kind in _TYPES.items()},
+        schema=STATS_SCHEMA,
+    )
 
 
 def stats_path(out: Path, stem: str, format: str) -> Path:
