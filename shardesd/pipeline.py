@@ -82,7 +82,7 @@ class Pipeline:
         self._learn()
         self._ties = ties.among_left(self.checkpoint, self._context)
         self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
-        self._solver = Solver(self.options, self._recall, self.engine.budget, self._counting)
+        self._solver = Solver(self.options, self._recall, self.engine.budget, self._counter)
         self._wanted = Wanted(
             self.checkpoint, self.options, self._plan, matrices.may_be_tied, self._recall, self.done, self.emit
         )
@@ -277,9 +277,9 @@ class Pipeline:
                 self._open[shard.ref.name].left += 1
             yield task
 
-    def _counting(self, item: MatrixRef, shard: Shard) -> Shard:
-        """`shard`, counting for the statistics what is read of `item` in order, where that is asked for."""
-        return self.statistics.counting(shard, item.tensor) if item.longname in self._counted else shard
+    def _counter(self, item: MatrixRef) -> Statistics | None:
+        """What counts a matrix's elements for the statistics, where that is asked for."""
+        return self.statistics if item.longname in self._counted else None
 
     def _host_bytes(self, item: MatrixRef, shard: Shard) -> int:
         work = spectra.work_bytes(item.M, item.N, solver=self.options.solver, precision=self.options.precision)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,12 +17,28 @@ from shardesd.checkpoint import RangedShard, Shard, ShardMatrix, StoredMatrix, e
 from shardesd.errors import CheckpointError, MatrixError, SourceError
 from shardesd.keep import Recall, digest
 from shardesd.options import ScanOptions
-from shardesd.records import Matrix, MatrixRef, Spectrum
+from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
 
 Solved = tuple[Spectrum, dict[str, Any], bool]
 """λ, the metric columns, and whether the λ are kept ones."""
 _PIECE_BYTES = 4_000_000  # read at a time where a tensor's elements are digested
 _DIGESTS_AT_ONCE = 8  # of a group
+
+
+class Counter(Protocol):
+    """Of the elements of tensors, for ``--stats``."""
+
+    def counting(self, shard: Shard, tensor: TensorRef) -> Shard:
+        """`shard`, counting what is read of the tensor in order."""
+        ...
+
+    def tallied(self, matrix: Matrix, tensor: TensorRef) -> Matrix:
+        """`matrix`, which is all of the tensor, counted by the GPU that makes its Gram."""
+        ...
+
+    def read(self, tensors: Iterable[TensorRef], shard: Shard) -> None:
+        """Reads tensors for this alone."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +48,12 @@ class Solver:
     options: ScanOptions
     recall: Recall
     budget: int
-    counting: Callable[[MatrixRef, Shard], Shard] = lambda item, shard: shard
-    """The shard to read a matrix from, once and in order, so that its elements are counted."""
+    counter: Callable[[MatrixRef], Counter | None] = lambda item: None
+    """What counts the elements of a matrix; None where nothing does."""
 
     def by_blocks(self, item: MatrixRef, shard: Shard, device: str = "cpu") -> bool:
         """Whether it is read block by block: rows once; columns, which a CPU needs of a wide one, again and again."""
-        plain = item.fold is None and item.pick is None and item.slices == 1
-        if not plain or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
+        if not self._plain(item) or self.options.solver == "svd" or not shard.in_blocks(item.tensor):
             return False
         return item.M >= item.N or device != "cpu" or item.tensor.nbytes > self.budget // 8
 
@@ -52,7 +67,7 @@ class Solver:
             return self._finished(
                 item, shard, contents, known or spectra.compute_product(*pair), kept=known is not None
             )
-        known = self._known(item, shard, contents)
+        known = self._known(item, shard, device, contents)
         if known is not None:
             return self._finished(item, shard, contents, known, kept=True)
         with self._matrices(item, shard, device, contents) as parts:
@@ -75,7 +90,7 @@ class Solver:
             started = time.perf_counter()
             item, shard = pairs[at]
             try:
-                known = self._known(item, shard, contents)
+                known = self._known(item, shard, device, contents)
                 if known is None:
                     return None
                 result: Solved | Exception = self._finished(item, shard, contents, known, kept=True)
@@ -107,7 +122,7 @@ class Solver:
         """λ with the metrics that `options` ask for."""
         return spectrum, metrics.measure(spectrum.eigs, N=item.N, options=self.options), kept
 
-    def _known(self, item: MatrixRef, shard: Shard, contents: dict[str, str]) -> Spectrum | None:
+    def _known(self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]) -> Spectrum | None:
         """Kept λ of a matrix whose bytes cost little to read, the digest of which goes into `contents`.
 
         They are read for the digest alone: the λ may then need no other reading. What comes over the network is read
@@ -115,31 +130,50 @@ class Solver:
         """
         if not self.recall.active or isinstance(shard, RangedShard):
             return None
-        content = self.recall.content(item.tensor, shard) or digest(self._pieces(item, shard))
+        content = self.recall.content(item.tensor, shard)
+        counter = self.counter(item)
+        later = counter if counter and self._tallies(item, device) else None
+        if not content:
+            content = digest(
+                self._pieces(item, counter.counting(shard, item.tensor) if counter and not later else shard)
+            )
         contents[item.longname] = content
-        return self.recall.get(content, item)
+        known = self.recall.get(content, item)
+        if known is not None and later:  # no GPU will see them
+            later.read([item.tensor], shard)
+        return known
+
+    def _tallies(self, item: MatrixRef, device: str) -> bool:
+        """Whether a matrix's elements are counted where its Gram is made: on a GPU, if they are all of its tensor."""
+        return device != "cpu" and self.options.solver != "svd" and self._plain(item)
 
     @contextmanager
     def _matrices(
         self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]
     ) -> Iterator[Sequence[Matrix]]:
         by_blocks = self.by_blocks(item, shard, device)
-        if item.longname not in contents:
-            shard = self.counting(item, shard)
+        counter = self.counter(item)
+        tallies = counter is not None and self._tallies(item, device)
+        if counter and not tallies and item.longname not in contents:
+            shard = counter.counting(shard, item.tensor)
+
+        def counted(matrix: Matrix) -> Matrix:
+            return counter.tallied(matrix, item.tensor) if counter and tallies else matrix
+
         if by_blocks:
-            yield [ShardMatrix(shard, item.tensor)]
+            yield [counted(ShardMatrix(shard, item.tensor))]
             return
         with shard.read(item.tensor) as raw:
             if self.recall.active and item.longname not in contents:
                 contents[item.longname] = digest([raw])
             word = element_word(raw, item.tensor.dtype)
-            yield [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
+            yield [counted(StoredMatrix(part, word)) for part in matrices.slices(item, raw)]
 
     def _pieces(self, item: MatrixRef, shard: Shard) -> Iterator[np.ndarray]:
         """The elements of the matrix's tensor as they are when read, in order, each piece valid until the next."""
-        tensor, counting = item.tensor, self.counting(item, shard)
+        tensor = item.tensor
         if not (tensor.nbytes and shard.in_blocks(tensor)):
-            with counting.read(tensor) as raw:
+            with shard.read(tensor) as raw:
                 yield raw
             return
         row_bytes = tensor.nbytes // tensor.shape[0]
@@ -147,8 +181,13 @@ class Solver:
         for row in range(0, tensor.shape[0], step):
             stop = min(row + step, tensor.shape[0])
             start, end = tensor.start + row * row_bytes, tensor.start + stop * row_bytes
-            with counting.read(replace(tensor, shape=(stop - row, *tensor.shape[1:]), start=start, end=end)) as raw:
+            with shard.read(replace(tensor, shape=(stop - row, *tensor.shape[1:]), start=start, end=end)) as raw:
                 yield raw
+
+    @staticmethod
+    def _plain(item: MatrixRef) -> bool:
+        """Whether the matrix is its tensor as it lies there."""
+        return item.fold is None and item.pick is None and item.slices == 1
 
     def _finished(
         self, item: MatrixRef, shard: Shard, contents: dict[str, str], spectrum: Spectrum, *, kept: bool

@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardesd import matrices, metrics
+from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import Shard, StoredMatrix, is_integer, is_supported
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.engine import Task
 from shardesd.keys import Count, Key
-from shardesd.records import MatrixRef, Row, Skip, StatsRow, TensorRef
+from shardesd.records import Matrix, MatrixRef, Row, Skip, StatsRow, TensorRef
 
 PIECE_BYTES = 256_000_000
 """Read by one task, of tensors that no matrix needs: long, since two threads that count get in each other's way (each
@@ -122,6 +122,14 @@ class Statistics:
         """`shard`, counting the elements of `tensor` as they are read, whole or block by block."""
         return cast(Shard, _Counting(shard, tensor, partial(self._put, tensor)))  # of a shard, matrices only read
 
+    def tallied(self, matrix: Matrix, tensor: TensorRef) -> Matrix:
+        """`matrix`, which is all of `tensor`, counted by the GPU that makes its Gram, if one does."""
+
+        def done(parts: Sequence[spectra.Part]) -> None:
+            self._put(tensor, metrics.merge(metrics.Moments(*part) for part in parts))
+
+        return spectra.Tallied(matrix, metrics.NEARLY_ZERO, done)
+
     def read(self, tensors: Iterable[TensorRef], shard: Shard) -> None:
         """Read ranges for this alone, and count their elements."""
         buffer = np.empty(_READ_BYTES, np.uint8)
@@ -165,6 +173,10 @@ class _Counting:
         self._seen = tensor.start
         self._complete = False
         self._parts: list[metrics.Moments] = []
+
+    def in_blocks(self, tensor: TensorRef) -> bool:
+        """See `Shard.in_blocks`."""
+        return self._shard.in_blocks(tensor)
 
     @contextmanager
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:

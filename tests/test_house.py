@@ -26,7 +26,7 @@ ROOMS: dict[str, list[str]] = {
     "show": [],
     "demo": [],
     "streams": [],
-    "statistics": ["checkpoint", "matrices", "metrics", "engine", "keys"],
+    "statistics": ["checkpoint", "matrices", "spectra", "metrics", "engine", "keys"],
     "ties": ["checkpoint", "matrices"],
     "keys": ["checkpoint", "spectra", "engine"],
     "wanted": ["source", "checkpoint", "matrices", "keep", "ties"],

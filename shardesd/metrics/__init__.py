@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from shardesd.metrics.kept import keep
 from shardesd.metrics.measures import measure
-from shardesd.metrics.moments import Moments, Scratch, merge
+from shardesd.metrics.moments import NEARLY_ZERO, Moments, Scratch, merge
 from shardesd.metrics.powerlaw import fit_power_law
 from shardesd.metrics.ranks import Ranks, ranks
 
-__all__ = ["Moments", "Ranks", "Scratch", "fit_power_law", "keep", "measure", "merge", "ranks"]
+__all__ = ["NEARLY_ZERO", "Moments", "Ranks", "Scratch", "fit_power_law", "keep", "measure", "merge", "ranks"]

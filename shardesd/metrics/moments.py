@@ -112,6 +112,7 @@ class Scratch:
         return int(np.count_nonzero(np.less_equal(np.abs(wide, out=wide), NEARLY_ZERO, out=flags)))
 
 
+@np.errstate(all="ignore")  # NaN and Inf go into what they make so
 def merge(parts: Iterable[Moments]) -> Moments | None:
     """Of all elements together; None of no parts. The result depends on the parts' order only by rounding."""
     each = list(parts)
@@ -120,7 +121,7 @@ def merge(parts: Iterable[Moments]) -> Moments | None:
     sizes, means, m2s, lows, highs, zeros = zip(*each, strict=True)
     size = sum(sizes)
     # About the first mean, so that a large one costs no digits.
-    first = means[0]
+    first = means[0] if math.isfinite(means[0]) else 0.0
     shift = np.array(means) - first
     weights = np.array(sizes, np.float64)
     mean = float(np.dot(weights, shift)) / size

@@ -3,10 +3,13 @@
 from shardesd.spectra.eigen import batch_size, missing_batched, why_not_batched
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
+from shardesd.spectra.tally import Part, Tallied
 from shardesd.spectra.worker import blas_threads, prepare_worker
 
 __all__ = [
+    "Part",
     "Precision",
+    "Tallied",
     "batch_size",
     "blas_threads",
     "choose_precision",

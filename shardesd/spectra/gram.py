@@ -16,6 +16,7 @@ import numpy as np
 
 from shardesd.records import Matrix
 from shardesd.spectra.blas import syrk
+from shardesd.spectra.tally import Tallies
 
 if TYPE_CHECKING:
     import torch
@@ -52,8 +53,10 @@ def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndar
     return gram
 
 
-def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
+def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0, tallies: Tallies | None = None) -> None:
     """G of the matrix times 2**-exponent, into `gram` (n, n) on its device, in its precision: its lower triangle.
+
+    What its elements are like goes into `tallies`.
 
     The bytes travel as they are stored, through pinned memory, while the block before them is worked on; they are
     widened on the device. A float32 Gram is summed up in float64, so that only the products of one block are rounded.
@@ -70,6 +73,8 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0) -> None:
         blocks = (W_MN[:, start:stop].mT for start, stop in _spans(N, M * gram.element_size(), 8 * BLOCK_BYTES))
     for block in blocks:
         wide = block.to(gram.dtype)
+        if tallies is not None:
+            tallies.add([matrix], wide if total is gram else block)
         if exponent:  # in two factors: one alone may be beyond float64
             half = exponent // 2
             wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
@@ -85,6 +90,7 @@ def grams_cuda(
     opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
     grams: torch.Tensor,
     on_error: Callable[[int, Exception], None],
+    tallies: Tallies,
 ) -> None:
     """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n). What reading one raises goes to `on_error`.
 
@@ -96,15 +102,15 @@ def grams_cuda(
         try:
             with open_() as (matrix,):
                 if not pack.takes(matrix):
-                    pack.multiply(grams)
+                    pack.multiply(grams, tallies)
                     pack = staging.pack()
                 if pack.takes(matrix):
                     pack.add(at, matrix)
                 else:
-                    gram_cuda(matrix, grams[at])
+                    gram_cuda(matrix, grams[at], tallies=tallies)
         except Exception as error:
             on_error(at, error)
-    pack.multiply(grams)
+    pack.multiply(grams, tallies)
 
 
 def largest_exponent(matrix: Matrix) -> int | None:
@@ -160,6 +166,7 @@ class _Pack:
         self._staging = staging
         self._buffer: torch.Tensor | None = None
         self._members: list[_Member] = []
+        self._matrices: dict[int, Matrix] = {}
         self._end = 0
 
     def takes(self, matrix: Matrix) -> bool:
@@ -176,9 +183,10 @@ class _Pack:
         if rows.data_ptr() != place.data_ptr():
             place.view(rows.dtype).view(M, N).copy_(rows)
         self._members.append((at, self._end, rows.dtype, (M, N)))
+        self._matrices[at] = matrix
         self._end += -(-place.numel() // 16) * 16
 
-    def multiply(self, grams: torch.Tensor) -> None:
+    def multiply(self, grams: torch.Tensor, tallies: Tallies) -> None:
         """Puts the Gram of each into its place of `grams`; the equal ones that stand together, together."""
         import torch
 
@@ -190,7 +198,10 @@ class _Pack:
             nbytes = M * N * dtype.itemsize
             step = -(-nbytes // 16) * 16
             flat = stored[start : start + (count - 1) * step + nbytes]
-            wide = torch.as_strided(flat.view(dtype), (count, M, N), (step // dtype.itemsize, N, 1)).to(grams.dtype)
+            given = torch.as_strided(flat.view(dtype), (count, M, N), (step // dtype.itemsize, N, 1))
+            wide = given.to(grams.dtype)
+            exact = wide if grams.dtype == torch.float64 else given
+            tallies.add([self._matrices[at] for at in range(first, first + count)], exact)
             short = wide if M < N else wide.mT
             torch.bmm(short, short.mT, out=grams[first : first + count])
 

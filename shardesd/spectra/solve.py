@@ -21,6 +21,7 @@ from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
+from shardesd.spectra.tally import Tallies
 
 if TYPE_CHECKING:
     import torch
@@ -95,9 +96,11 @@ def compute_many(
         errors[at] = error
         grams[at] = 0
 
-    grams_cuda(opened, grams, failed)
+    tallies = Tallies()
+    grams_cuda(opened, grams, failed, tallies)
     # Looked at only now, so that the device never waits for the host between two matrices.
     traces = grams.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float64).tolist()
+    tallies.tell()
     for at, trace in enumerate(traces):
         if at not in errors and not _in_range(trace, width):
             try:
@@ -161,7 +164,7 @@ def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     if solver == "svd":
         return 3 * M * N * 8
     stored = M * N * itemsize if M < N else min(UPLOAD_BYTES, M * N * itemsize)
-    return eigen_bytes(min(M, N)) + stored + 2 * min(4 * UPLOAD_BYTES, 8 * M * N)
+    return eigen_bytes(min(M, N)) + stored + 3 * min(4 * UPLOAD_BYTES, 8 * M * N)
 
 
 def _one(
@@ -209,7 +212,9 @@ def _fill(matrix: Matrix, gram: torch.Tensor, precision: Precision) -> int:
     """Fills `gram`, on a GPU, with the Gram of W·2**-exponent; gives the exponent. An all-zero W gives zeros."""
     import torch
 
-    gram_cuda(matrix, gram)
+    tallies = Tallies()
+    gram_cuda(matrix, gram, tallies=tallies)
+    tallies.tell()
     if _in_range(float(gram.diagonal().sum(dtype=torch.float64)), precision):
         return 0
     return _refill(matrix, gram)

@@ -154,6 +154,25 @@ def test_threads_of_all_cards_find_the_batched_solver_at_its_first_use(tmp_path:
         assert run["eigensolvers"] == {"two_stage": 64}, run["notes"]
 
 
+def test_the_card_counts_for_the_statistics_what_it_is_sent(tmp_path: Path) -> None:
+    rng = np.random.default_rng(6)
+    shapes = [(300, 200), (200, 300), (200, 200), (20_000, 1000), (1000, 20_000), *[(64, 48)] * 20]
+    weights = {f"layers.{i}.fc.weight": rng.standard_normal(shape) * 0.02 + 0.1 for i, shape in enumerate(shapes)}
+    weights["layers.3.fc.weight"][::7] = 1e-9
+    for dtype in (np.float32, np.float16, np.float64):
+        folder = tmp_path / np.dtype(dtype).name
+        folder.mkdir()
+        save_file({name: W.astype(dtype) for name, W in weights.items()}, folder / "model.safetensors")
+        found, expected = (
+            shardesd.scan(folder, device=device, cache=False, stats=True, max_aspect=0).stats
+            for device in ("cuda:0", "cpu")
+        )
+        assert found is not None
+        assert expected is not None
+        for column in ("mean", "std", "var", "min", "max", "sparsity"):
+            np.testing.assert_allclose(found[column], expected[column], rtol=1e-9, err_msg=column)
+
+
 def test_a_result_that_is_denied_is_counted_in_the_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if eigen.why_not_batched(0):
         pytest.skip("no batched solver on this card")

@@ -14,6 +14,7 @@ from shardesd.checkpoint import StoredMatrix
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
 from shardesd.spectra import cusolver, eigen, solve, two_stage
+from shardesd.spectra.tally import Tallies
 
 N = 40
 BAD = {1: two_stage.TRACE, 3: two_stage.FROBENIUS, 4: two_stage.STUCK, 6: two_stage.TRACE | two_stage.STUCK}
@@ -47,6 +48,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
         out: torch.Tensor,
         on_error: Callable[[int, Exception], None],
+        tallies: Tallies,
     ) -> None:
         for at, open_ in enumerate(opened):
             with open_() as (matrix,):

@@ -1,0 +1,102 @@
+"""Mean, variance, extremes and near-zeros of a matrix's elements, counted on the GPU that makes its Gram.
+
+There they are in float64 anyway. A CPU takes a nanosecond for each, and so longer than the GPU for all of its solve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from shardesd.records import Matrix
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+class Part(NamedTuple):
+    """Of `size` elements. NaN and Inf go into all values that they would make so in numpy."""
+
+    size: int
+    mean: float
+    m2: float
+    """Sum of squared distances from the mean."""
+    low: float
+    high: float
+    zeros: int
+    """Elements with |x| ≤ `Tallied.nearly_zero`."""
+
+
+class Tallied:
+    """A `Matrix` of which `done` is told, part by part, what its elements are like, if a GPU makes its Gram."""
+
+    def __init__(self, matrix: Matrix, nearly_zero: float, done: Callable[[Sequence[Part]], None]) -> None:
+        self._matrix = matrix
+        self.nearly_zero = nearly_zero
+        self.done = done
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, N)."""
+        return self._matrix.shape
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a stored element."""
+        return self._matrix.itemsize
+
+    def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
+        """See `Matrix`."""
+        return self._matrix.block(axis, start, stop, dtype)
+
+    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+        """See `Matrix`."""
+        return self._matrix.rows(start, stop, buffer)
+
+
+class Tallies:
+    """Of the matrices of one batch. What is counted stays on the device until `tell`, so that nothing waits for it."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Sequence[Matrix], int, torch.Tensor]] = []
+
+    def add(self, matrices: Sequence[Matrix], elements: torch.Tensor) -> None:
+        """A part of each matrix: `elements` is (K, N) for one, in any order, and (B, …) for B of them."""
+        nearly_zero = next((matrix.nearly_zero for matrix in matrices if isinstance(matrix, Tallied)), None)
+        if nearly_zero is None:
+            return
+        if len(matrices) == 1 and elements.mT.is_contiguous():
+            elements = elements.mT
+        each_BK = elements.reshape(len(matrices), -1)
+        self._parts.append((matrices, each_BK.shape[1], _count(each_BK, nearly_zero)))
+
+    def tell(self) -> None:
+        """Tells each matrix's `done`; not of one that could not be read to its end. Synchronises."""
+        import torch
+
+        if not self._parts:
+            return
+        rows = iter(torch.cat([values for _, _, values in self._parts]).tolist())
+        found: dict[Tallied, list[Part]] = {}
+        for matrices, size, _ in self._parts:
+            for matrix in matrices:
+                mean, var, low, high, zeros = next(rows)
+                if isinstance(matrix, Tallied):
+                    found.setdefault(matrix, []).append(Part(size, mean, var * size, low, high, int(zeros)))
+        self._parts = []
+        for matrix, parts in found.items():
+            if sum(part.size for part in parts) == matrix.shape[0] * matrix.shape[1]:
+                matrix.done(parts)
+
+
+def _count(elements_BK: torch.Tensor, nearly_zero: float) -> torch.Tensor:
+    """(B, 5) in float64: mean, variance (ddof = 0), least, largest, near-zeros."""
+    import torch
+
+    wide_BK = elements_BK.to(torch.float64)
+    low_B, high_B = torch.aminmax(wide_BK, dim=1)
+    mean_B = wide_BK.mean(dim=1)  # `var_mean` makes NaN of Inf's mean
+    var_B = torch.var(wide_BK, dim=1, correction=0)
+    zeros_B = torch.count_nonzero(wide_BK.abs() <= nearly_zero, dim=1)
+    return torch.stack([mean_B, var_B, low_B, high_B, zeros_B.double()], dim=1)
