@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,54 +17,73 @@ _MOST = 16
 
 
 class _Job:
-    """Items, each of which one of several threads takes."""
+    """Items, each of which one of several threads takes. What is known of it is nothing once it has ended."""
 
     def __init__(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
-        self._work = work
+        self._work: Callable[[Any], None] | None = work
         self._left = list(reversed(items))
-        self._count = len(items)
-        self._ended: list[BaseException | None] = []  # of every item that is done: what it raised
-        self._all_ended = threading.Event()
+        self._changed = threading.Condition()
+        self._helping = 0
+        self._errors: list[BaseException] = []  # of the helpers
+
+    def take(self) -> None:
+        """Works on items until none is left. What one raises leaves none for the others."""
+        work = self._work
+        try:
+            while self._left and work is not None:
+                try:
+                    item = self._left.pop()  # no two threads get the same: a list's own methods are not interrupted
+                except IndexError:
+                    return
+                work(item)
+        except BaseException:
+            self._left.clear()
+            raise
 
     def help(self) -> None:
-        """Takes items until none is left."""
+        """As `take`, in a thread of the crew."""
+        with self._changed:
+            self._helping += 1
+        try:
+            self.take()
+        except BaseException as error:
+            self._errors.append(error)
+        finally:
+            with self._changed:
+                self._helping -= 1
+                self._changed.notify_all()
+
+    def end(self) -> BaseException | None:
+        """Returns what one of the helpers raised, when nobody works on it any more, whatever happens; then raises what
+        Ctrl-C, say, raised meanwhile."""
+        interrupted: BaseException | None = None
         while True:
             try:
-                item = self._left.pop()  # no two threads get the same: a list's own methods are not interrupted
-            except IndexError:
-                return
-            raised: BaseException | None = None
-            try:
-                self._work(item)
+                with self._changed:
+                    while self._helping:
+                        self._changed.wait()
+                break
             except BaseException as error:
-                raised = error
-            self._ended.append(raised)
-            if len(self._ended) == self._count:
-                self._all_ended.set()
-
-    def finish(self) -> None:
-        """Helps, and waits for the other threads; whatever happens. Raises what one of them, or Ctrl-C, raised."""
-        raised: BaseException | None = None
-        while len(self._ended) < self._count:
-            try:
-                self.help()
-                self._all_ended.wait()
-            except BaseException as error:
-                raised = error
-        for ended in self._ended:
-            raised = raised or ended
-        if raised is not None:
-            raise raised
+                self._left.clear()
+                interrupted = error
+        # A helper that comes late, or never, keeps none of the caller's memory; nor do an error and its frames.
+        self._work = None
+        errors, self._errors = self._errors, []
+        if interrupted is not None:
+            raise interrupted
+        return errors[0] if errors else None
 
 
 class Crew:
-    """`size` threads that live as long as the process, but don't keep it from ending."""
+    """As many of `size` threads as can be had. They live as long as the process, but don't keep it from ending."""
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self.size = 0
         self._jobs: SimpleQueue[_Job] = SimpleQueue()
-        for number in range(size):
-            threading.Thread(target=self._serve, name=f"shardesd-reader-{number}", daemon=True).start()
+        with suppress(RuntimeError):  # the system allows no more
+            for number in range(size):
+                threading.Thread(target=self._serve, name=f"shardesd-reader-{number}", daemon=True).start()
+                self.size += 1
 
     def _serve(self) -> None:
         while True:
@@ -73,22 +92,41 @@ class Crew:
     def each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
         """``work(item)`` of every item, by the calling thread and those of the crew.
 
-        Returns when none is worked on any more; raises what one of them raised.
+        Returns when none is worked on any more; raises what one of them raised, after which none is begun.
         """
         job = _Job(work, items)
-        for _ in range(min(len(items) - 1, self._size)):
-            self._jobs.put(job)
-        job.finish()
+        try:
+            for _ in range(min(len(items) - 1, self.size)):
+                self._jobs.put(job)
+            job.take()
+        finally:
+            error = job.end()
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # or it and this frame would keep each other
 
 
-@cache
-def readers() -> Crew | None:
-    """Of this process; None where there can be no two."""
+_making = threading.Lock()
+_crews: list[Crew] = []
+
+
+def readers() -> Crew:
+    """Of this process: as many as there are cores, sixteen at most, and none where one core does all."""
+    if not _crews:
+        with _making:
+            if not _crews:
+                _crews.append(Crew(_size()))
+    return _crews[0]
+
+
+def _size() -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores < 2 or not hasattr(os, "preadv"):
-        return None
-    return Crew(min(_MOST, cores))
+    return min(_MOST, cores) if cores > 1 and hasattr(os, "preadv") else 0
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=readers.cache_clear)  # a fork has none of these threads
+    # A fork has none of these threads, and takes the lock as it is.
+    os.register_at_fork(before=_making.acquire, after_in_parent=_making.release, after_in_child=_making.release)
+    os.register_at_fork(after_in_child=_crews.clear)

@@ -181,12 +181,11 @@ class Reader:
 
     def _read_plain(self, data: np.ndarray, start: int, done: int) -> None:
         """Read `data` from its byte `done` on; a long range by several threads, which is faster from any good disk."""
-        crew = readers() if len(data) - done > PART_BYTES else None
-        if crew is None:
+        if len(data) - done <= PART_BYTES:
             self._read_part(data, start, done, len(data))
             return
         spans = [(at, min(at + PART_BYTES, len(data))) for at in range(done, len(data), PART_BYTES)]
-        crew.each(lambda span: self._read_part(data, start, *span), spans)
+        readers().each(lambda span: self._read_part(data, start, *span), spans)
 
     def _read_part(self, data: np.ndarray, start: int, done: int, end: int) -> None:
         target = data.data

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import pytest
 
+from shardesd.checkpoint import crew as crew_module
 from shardesd.checkpoint.crew import Crew, readers
 
 
@@ -48,7 +53,7 @@ def test_many_ask_at_once() -> None:
     assert sums == [50 * 36] * 8
 
 
-def test_an_error_is_raised_once_nobody_works_any_more() -> None:
+def test_an_error_is_raised_once_nobody_works_any_more_and_no_item_is_begun_after_it() -> None:
     crew = Crew(3)
     working = threading.Semaphore(0)
     done: list[int] = []
@@ -58,32 +63,150 @@ def test_an_error_is_raised_once_nobody_works_any_more() -> None:
             working.acquire()  # until another is at work
             raise OSError("item 0")
         working.release()
-        time.sleep(0.02)
-        done.append(item)
-
-    with pytest.raises(OSError, match="item 0"):
-        crew.each(work, range(8))
-    assert sorted(done) == list(range(1, 8))
-    crew.each(done.append, [8])
-
-
-def test_ctrl_c_waits_for_the_others() -> None:
-    """They write into memory that is the caller's again afterwards."""
-    crew = Crew(2)
-    main = threading.get_ident()
-    done: list[int] = []
-
-    def work(item: int) -> None:
-        if threading.get_ident() == main:
-            raise KeyboardInterrupt
         time.sleep(0.05)
         done.append(item)
 
-    with pytest.raises(KeyboardInterrupt):
-        crew.each(work, range(5))
+    with pytest.raises(OSError, match="item 0"):
+        crew.each(work, range(1000))
+    assert 1 <= len(done) <= 3
     before = list(done)
     time.sleep(0.12)
     assert done == before
+    crew.each(done.append, [1000])
+    assert done[-1] == 1000
+
+
+def test_an_error_of_the_crew_is_raised() -> None:
+    crew = Crew(2)
+    caller = threading.get_ident()
+
+    def work(item: int) -> None:
+        time.sleep(0.01)
+        if threading.get_ident() != caller:
+            raise OSError("bad block")
+
+    with pytest.raises(OSError, match="bad block"):
+        crew.each(work, range(50))
+
+
+@pytest.mark.parametrize("nth", range(1, 40))
+@pytest.mark.timeout(60)
+def test_ctrl_c_at_any_line_waits_for_the_others(nth: int) -> None:
+    """They write into memory that is the caller's again afterwards."""
+    crew = Crew(2)
+    caller = threading.get_ident()
+    working: list[int] = []
+    lines = 0
+
+    def work(item: int) -> None:
+        if threading.get_ident() != caller:
+            working.append(item)
+            time.sleep(0.005)
+            working.remove(item)
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != crew_module.__file__ or frame.f_code.co_name == "each":
+            return None
+
+        def local(frame: Any, event: str, argument: object) -> Any:
+            nonlocal lines
+            lines += event == "line"
+            if lines == nth and event == "line":
+                raise KeyboardInterrupt
+            return local
+
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with suppress(KeyboardInterrupt):
+            crew.each(work, range(6))
+    finally:
+        sys.settrace(before)
+    assert working == []
+
+
+def test_memory_is_free_after_an_error() -> None:
+    crew = Crew(2)
+
+    class Buffer:
+        pass
+
+    buffer = Buffer()
+    gone = weakref.ref(buffer)
+
+    def fail(item: int, buffer: Buffer = buffer) -> None:
+        time.sleep(0.002)
+        raise OSError("no")
+
+    gc.disable()
+    try:
+        with suppress(OSError):
+            crew.each(fail, range(9))
+        del buffer, fail
+        until = time.monotonic() + 10
+        while gone() is not None and time.monotonic() < until:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_crew_that_is_stuck_keeps_nothing_of_others() -> None:
+    crew = Crew(1)
+    stuck, here = threading.Event(), threading.Event()
+
+    def hang(item: int) -> None:
+        if threading.current_thread().name.startswith("shardesd-reader"):
+            here.set()
+            stuck.wait(20)
+        else:
+            here.wait(20)
+
+    first = threading.Thread(target=crew.each, args=(hang, range(2)))
+    first.start()
+    assert here.wait(20)
+
+    class Buffer:
+        pass
+
+    buffer = Buffer()
+    gone = weakref.ref(buffer)
+    done: list[int] = []
+    crew.each(lambda item, buffer=buffer: done.append(item), range(5))
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    del buffer
+    gc.collect()
+    assert gone() is None
+    stuck.set()
+    first.join(20)
+
+
+def test_one_crew_however_many_ask_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew_module, "_crews", [])
+    with ThreadPoolExecutor(16) as pool:
+        crews = list(pool.map(lambda _: readers(), range(64)))
+    assert len(set(crews)) == 1
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_without_threads_the_caller_reads_alone(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    start, started = threading.Thread.start, []
+
+    def refused(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    crew = Crew(4)
+    assert crew.size == allowed
+    done: list[int] = []
+    crew.each(done.append, range(9))
+    assert sorted(done) == list(range(9))
 
 
 def test_it_lets_go_of_what_it_worked_on() -> None:
@@ -106,13 +229,10 @@ def test_it_lets_go_of_what_it_worked_on() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_has_a_crew_of_its_own() -> None:
     crew = readers()
-    if crew is None:
-        pytest.skip("one core")
     child = os.fork()
     if not child:
         taken: list[int] = []
         fresh = readers()
-        assert fresh is not None
         fresh.each(taken.append, range(20))
         os._exit(0 if fresh is not crew and sorted(taken) == list(range(20)) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
