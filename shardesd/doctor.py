@@ -164,7 +164,6 @@ def _gpu(index: int) -> Finding:
         free, total = torch.cuda.mem_get_info(index)
         model = torch.cuda.get_device_name(index)
         error, seconds = _solve(name)
-        without = spectra.why_not_batched(index)
     except Exception as fault:  # torch reports most of what can be wrong with a GPU as a RuntimeError
         remedy = f"leave it out with --device or CUDA_VISIBLE_DEVICES ({name} can't solve)"
         return Finding(name=name, grade="note", found=_line(fault), remedy=remedy)
@@ -173,6 +172,12 @@ def _gpu(index: int) -> Finding:
         found += f": a tiny solve differs from the CPU's by {error:.1e}"
         return Finding(name=name, grade="note", found=found, remedy="leave it out, and have it looked at")
     found += f", a tiny solve took {seconds * 1000:.0f} ms, equal to the CPU's"
+    try:
+        without = spectra.why_not_batched(index)
+    except Exception as fault:
+        full = spectra.trouble(fault) == "memory"
+        remedy = "wait until its memory is free, or choose other GPUs with --device" if full else ""
+        return Finding(name=name, grade="note", found=f"{found}; no batched solver now: {_line(fault)}", remedy=remedy)
     if without:
         found += f"; no batched solver: {without}"
     return Finding(name=name, grade="note" if spectra.missing_batched(index) else "ok", found=found)

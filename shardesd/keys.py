@@ -11,7 +11,7 @@ import numpy as np
 from shardesd import spectra
 from shardesd.checkpoint import Shard
 from shardesd.engine import State
-from shardesd.errors import MatrixError
+from shardesd.errors import MatrixError, SourceError
 from shardesd.records import (
     NO_ANSWER,
     NO_DEVICE,
@@ -89,6 +89,14 @@ def fail(reason: str) -> Callable[[str], Any]:
         raise MatrixError(reason)
 
     return run
+
+
+def not_counted(key: Key, error: Exception) -> SourceError:
+    """Of what was to be read for statistics alone, which has no row that could say so."""
+    tensors = key.item.tensors if isinstance(key.item, Count) else ()
+    names = f"'{tensors[0].name}'" + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "") if tensors else ""
+    again = "run again to have them counted, what is done stays"
+    return SourceError(f"the statistics of {names} in {key.shard} can't be had: {reason_of(error)}; {again}")
 
 
 def engine_report(state: State[Key]) -> EngineReport:

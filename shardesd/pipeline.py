@@ -15,7 +15,7 @@ from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
 from shardesd.keep import Keep, Recall
-from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, reason_of, sides
+from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
     NEEDS,
@@ -128,6 +128,7 @@ class Pipeline:
         """
         shards = self.checkpoint.shards
         wanted = self._wanted
+        uncounted: SourceError | None = None
         wanted.begin()
         with Fetcher(self.checkpoint.source, shards, self.emit, wanted.whole) as fetcher:
             outcomes = self.engine.map(
@@ -142,11 +143,15 @@ class Pipeline:
                     if isinstance(outcome.key.item, Count):
                         if isinstance(outcome.error, CheckpointError | SourceError):
                             raise outcome.error
+                        if outcome.error is not None:
+                            uncounted = not_counted(outcome.key, outcome.error)
                     else:
                         analysed = self._analysed(outcome.key.item, outcome)
                         yield analysed
                         self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes, kept=analysed.kept))
                     self._left(outcome.key.shard, fetcher)
+                if uncounted is not None and not self.stop.is_set():
+                    raise uncounted
             finally:
                 outcomes.close()
                 with self._lock:

@@ -272,7 +272,9 @@ class _Scan:
         self._recomputed += spectrum.recomputed
         device = spectrum.device
         kind, _, index = device.partition(":")
-        if kind == "cuda" and device not in self._unbatched and (reason := spectra.missing_batched(int(index))):
+        if kind != "cuda" or not index or device in self._unbatched:
+            return
+        if reason := spectra.missing_batched(int(index)):
             words = f"{device}: {reason}; cuSOLVER's own solvers take its place, several times slower"
             self._unbatched[device] = words
             if _first_to_tell(device):

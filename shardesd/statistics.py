@@ -7,6 +7,7 @@ embeddings) is read for this alone, in pieces. Ranks come from the λ when all a
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,8 +53,9 @@ class Statistics:
 
     _tensors: dict[str, _Tensor] = field(default_factory=dict)
     _ranks: dict[str, metrics.Ranks] = field(default_factory=dict)
-    _alone: list[TensorRef] = field(default_factory=list)
+    _alone: deque[TensorRef] = field(default_factory=deque)
     """What no matrix reads, until a task takes it."""
+    _alone_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __contains__(self, tensor: str) -> bool:
@@ -87,6 +89,7 @@ class Statistics:
                 [item.longname for item in items] if whole else None,
             )
         self._alone += alone
+        self._alone_bytes += sum(piece.nbytes for piece in alone)
         return set(carriers.values())
 
     def tasks(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Any]]:
@@ -95,22 +98,17 @@ class Statistics:
 
         Most of it are norms and biases, of a few kilobytes each.
         """
-        waiting, self._alone = self._alone, []
-        nbytes = 0
-        for part in waiting:
-            self._alone.append(part)
-            nbytes += part.nbytes
-            if nbytes >= PIECE_BYTES:
-                yield self._task(shard)
-                nbytes = 0
-        if rest and self._alone:
+        while self._alone and (rest or self._alone_bytes >= PIECE_BYTES):
             yield self._task(shard)
 
     def _task(self, shard: Shard) -> Task[Key, Any]:
-        parts, self._alone = tuple(self._alone), []
-        nbytes = sum(part.nbytes for part in parts)
+        parts, nbytes = [], 0
+        while self._alone and nbytes < PIECE_BYTES:
+            parts.append(self._alone.popleft())
+            nbytes += parts[-1].nbytes
+        self._alone_bytes -= nbytes
         return Task(
-            key=Key(Count(parts), shard.ref.name),
+            key=Key(Count(tuple(parts)), shard.ref.name),
             run=lambda device: self.read(parts, shard),
             host_bytes=max(_at_once(part, shard) for part in parts),
             cost=_OPERATIONS * sum(part.numel for part in parts),

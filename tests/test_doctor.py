@@ -132,7 +132,9 @@ def test_a_gpu_without_the_batched_solver(gpus: None, tmp_path: Path, monkeypatc
     assert [found[f"cuda:{i}"].grade for i in range(3)] == ["ok", "note", "note"]
     for index, reason in reasons.items():
         assert found[f"cuda:{index}"].found.endswith(f"equal to the CPU's; no batched solver: {reason}")
-    assert found["cuda:2"].found == "CUDA_ERROR_OUT_OF_MEMORY: The API call failed"
+    full = "equal to the CPU's; no batched solver now: CUDA_ERROR_OUT_OF_MEMORY: The API call failed"
+    assert found["cuda:2"].found.endswith(full)
+    assert "until its memory is free" in found["cuda:2"].remedy
 
 
 def test_a_wrong_cpu_ends_it(plain: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,9 @@ class Place(Generic[K, T]):
     workers: list[Worker[K, T]] = field(default_factory=list)
     done: int = 0
     retired: str = ""
+    told_of_memory: bool = False
+    fallback: bool = False
+    """Only for what no other device can do, while there is one."""
 
     @property
     def is_cpu(self) -> bool:

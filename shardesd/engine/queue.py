@@ -290,11 +290,15 @@ class _Run(Generic[K, T]):
     def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
 
+        only = place.fallback and any(not (p.is_cpu or p.retired) for p in self._places)
+
         def take(aside: bool) -> Ticket[K, T] | None:
-            return self._ready.take(
-                lambda ticket: self._fits(ticket, place),
-                lambda ticket: ticket.task.aside == aside and (place.is_cpu or not ticket.cpu_only),
-            )
+            def suits(ticket: Ticket[K, T]) -> bool:
+                if ticket.task.aside != aside:
+                    return False
+                return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
+
+            return self._ready.take(lambda ticket: self._fits(ticket, place), suits)
 
         if place is self._aside:
             return take(True)
@@ -341,6 +345,7 @@ class _Run(Generic[K, T]):
                 self._retire(place, str(outcome.error))
             elif ticket.alone:
                 ticket.alone, ticket.cpu_only = False, True
+                self._tell_of_memory(place)
             else:
                 ticket.alone = True
             self._ready.add(ticket)
@@ -356,12 +361,17 @@ class _Run(Generic[K, T]):
             place.retired = " ".join(why.split()) or "lost"
             self._engine.notice(f"{place.device.name} is used no more: {place.retired[:200]}; the scan goes on without")
 
+    def _tell_of_memory(self, place: Place[K, T]) -> None:
+        if not place.told_of_memory:
+            place.told_of_memory = True
+            self._engine.notice(f"{place.device.name} has no memory for some of the work, which the CPU does instead")
+
     def _ensure_fallback(self) -> None:
         """A CPU for what only a CPU can do now, or for all where no other device is left."""
         alive = [place for place in self._places if not place.retired]
         needed = not alive or any(ticket.cpu_only for ticket in self._ready)
         if needed and not any(place.is_cpu for place in alive):
-            place = Place[K, T](self._engine.fallback)
+            place = Place[K, T](self._engine.fallback, fallback=True)
             self._places.append(place)
             self._staff(place)
         self._changed.notify_all()

@@ -207,7 +207,8 @@ class SharedEngine(Engine):
                     else:
                         self._again.append((client, task))
                     continue
-            self._on_busy(outcome.device, outcome.seconds)
+            if not task.aside:
+                self._on_busy(outcome.device, outcome.seconds)
             client.done.put(replace(outcome, key=task.key))
 
     def _feed(self, end: threading.Event) -> Iterator[Task[int, Any]]:

@@ -17,8 +17,13 @@ _RATIO_ATTRIBUTE = 87  # CU_DEVICE_ATTRIBUTE_SINGLE_TO_DOUBLE_PRECISION_PERF_RAT
 _MEMORY = (
     *("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "NVRTC_ERROR_OUT_OF_MEMORY"),
+    # What creating a handle says where there is no memory for it.
+    *("CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_NOT_INITIALIZED"),
     *("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory"),
+    *("std::bad_alloc", "Cannot allocate memory", "can't start new thread"),
 )
+# One call was refused, and the context is as good as before.
+_REFUSED = ("CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "invalid configuration argument")
 _LOST = (
     *("CUDA error", "CUDA driver error", "cudaError", "device-side assert", "illegal memory access"),
     *("CUBLAS_STATUS_", "CUSOLVER_STATUS_EXECUTION_FAILED", "CUSOLVER_STATUS_INTERNAL_ERROR", "uncorrectable ECC"),
@@ -30,7 +35,8 @@ _LOST_CODES = tuple(
         *("ILLEGAL_ADDRESS", "LAUNCH_FAILED", "LAUNCH_TIMEOUT", "ILLEGAL_INSTRUCTION", "MISALIGNED_ADDRESS", "ASSERT"),
         *("INVALID_ADDRESS_SPACE", "INVALID_PC", "HARDWARE_STACK_ERROR", "TENSOR_MEMORY_LEAK", "CONTAINED", "UNKNOWN"),
         *("ECC_UNCORRECTABLE", "NVLINK_UNCORRECTABLE", "EXTERNAL_DEVICE", "DEVICE_UNAVAILABLE", "NO_DEVICE"),
-        *("CONTEXT_IS_DESTROYED", "DEINITIALIZED", "MPS_CLIENT_TERMINATED"),
+        *("CONTEXT_IS_DESTROYED", "INVALID_CONTEXT", "DEINITIALIZED", "SYSTEM_NOT_READY"),
+        *("MPS_CLIENT_TERMINATED", "MPS_CONNECTION_FAILED", "MPS_RPC_FAILURE", "MPS_SERVER_NOT_READY"),
     )
 )
 _SAYS_WHAT = re.compile(r"\berror\b[^:]*:")
@@ -76,6 +82,8 @@ def trouble(error: Exception) -> Literal["task", "memory", "device"]:
     text = str(error)
     if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(word in text for word in _MEMORY):
         return "memory"
+    if any(word in text for word in _REFUSED):
+        return "task"
     if isinstance(error, RuntimeError) and any(word in text for word in _LOST):
         return "device"
     if any(code in text for code in _LOST_CODES):

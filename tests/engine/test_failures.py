@@ -187,3 +187,19 @@ def test_nothing_is_lost_or_doubled_whatever_happens(seed: int) -> None:
     tasks = [Task(key=i, run=run(i), cost=rng.random(), host_bytes=rng.randrange(10**8)) for i in plan]
     outcomes, _ = scan(GPUS, tasks)
     assert all((o.error is not None) == (plan[key] == "fault") for key, o in outcomes.items())
+
+
+def test_a_cpu_that_helps_out_leaves_the_rest_to_the_gpus_and_they_say_so_once() -> None:
+    def work(key: int) -> Callable[[str], str]:
+        def run(device: str) -> str:
+            time.sleep(0.005)
+            if key % 10 == 0 and device != "cpu":
+                raise NoMemory
+            return device
+
+        return run
+
+    tasks = [Task(key=at, run=work(at), cost=100.0 if at % 10 == 0 else 50.0 - at) for at in range(60)]
+    outcomes, notices = scan([Device("cuda:0", slots=2)], tasks)
+    assert {key for key, outcome in outcomes.items() if outcome.value == "cpu"} == {0, 10, 20, 30, 40, 50}
+    assert notices == ["cuda:0 has no memory for some of the work, which the CPU does instead"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from rich.console import Console
 import shardesd
 from shardesd import metrics
 from shardesd.demo import minilm
-from shardesd.records import StatsRow
+from shardesd.records import ShardRef, Skip, StatsRow, TensorRef
 from shardesd.results.statistics import STATS_SCHEMA
 from shardesd.show import layers_view
-from shardesd.statistics import count
+from shardesd.statistics import Statistics, count
 
 
 def check(stats: pl.DataFrame, tensors: dict[str, np.ndarray]) -> None:
@@ -181,6 +182,53 @@ def test_a_resumed_scan_has_all_statistics(tmp_path: Path) -> None:
     assert result.stats is not None
     check(result.stats, random_weights())
     assert result.stats["matrices"].drop_nulls().sum() == 6
+
+
+def test_what_fails_aside_ends_the_scan_with_an_error_and_is_counted_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = one_file(tmp_path / "m", random_weights()), tmp_path / "out"
+
+    def full(self: Statistics, *given: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Statistics, "read", full)
+        with pytest.raises(
+            shardesd.ShardesdError, match=r"statistics of .* and 3 more in model.* no memory.* run again"
+        ):
+            shardesd.scan(folder, out=out, stats=True, cache=False)
+    assert not (out / "stats").exists()
+    result = shardesd.scan(folder, out=out, stats=True, cache=False)
+    assert result.stats is not None
+    check(result.stats, random_weights())
+
+
+def test_time_is_linear_in_what_is_read_alone() -> None:
+    """By the work, not by the clock: how often a part is looked at."""
+    statistics = Statistics()
+    shard = SimpleNamespace(ref=ShardRef(name="s"), in_blocks=lambda tensor: True)
+    looked = 0
+
+    class Part(TensorRef):
+        __slots__ = ()
+
+        @property
+        def nbytes(self) -> int:
+            nonlocal looked
+            looked += 1
+            return 32
+
+    tasks: list[Any] = []
+    for at in range(3000):
+        part = Part(
+            name=f"layers.{at}.norm.weight", dtype="F32", shape=(8,), shard="s", start=32 * at, end=32 * at + 32
+        )
+        statistics.expect(part, [Skip(longname=part.name, reason="1-D", tensor=part)], ())
+        tasks += statistics.tasks(shard, rest=False)  # type: ignore[arg-type]
+    tasks += statistics.tasks(shard, rest=True)  # type: ignore[arg-type]
+    assert [len(task.key.item.tensors) for task in tasks] == [3000]
+    assert looked < 20 * 3000
 
 
 @given(arrays(np.float64, st.integers(1, 300), elements=st.floats(-1e6, 1e6)), st.integers(1, 50), st.floats(-1e9, 1e9))

@@ -207,6 +207,27 @@ def test_trouble_while_the_kernels_load_goes_to_the_engine_and_is_forgotten(
     assert eigen._two_stage_takes(CUDA, 1024, 8), "there is memory again"
 
 
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("cusolver error: CUSOLVER_STATUS_NOT_INITIALIZED, when calling `cusolverDnCreate(handle)`", "memory"),
+        ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", "memory"),
+        ("std::bad_alloc", "memory"),
+        ("[Errno 12] Cannot allocate memory", "memory"),
+        ("can't start new thread", "memory"),
+        ("CUDA_ERROR_INVALID_CONTEXT: invalid device context", "device"),
+        ("CUDA_ERROR_SYSTEM_NOT_READY: system not yet initialized", "device"),
+        ("CUDA_ERROR_MPS_RPC_FAILURE: MPS client failed to connect", "device"),
+        ("CUDA error: an illegal memory access was encountered", "device"),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasDgemm`", "device"),
+        ("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling `cublasGemmEx`", "task"),
+        ("CUDA error: invalid configuration argument", "task"),
+    ],
+)
+def test_what_an_error_means(text: str, meant: str) -> None:
+    assert spectra.trouble(RuntimeError(text)) == meant
+
+
 def test_what_the_driver_refuses_is_no_lost_device() -> None:
     """A kernel's attribute, or machine code that is too new: another solver takes over on the same GPU."""
     for words in ("cuKernelSetAttribute failed: CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION: …"):

@@ -179,4 +179,5 @@ def import_early() -> None:
         with _loading, suppress(Exception):  # what is wrong with it is found and said once it is needed
             import cuda.core.utils  # noqa: F401
 
-    threading.Thread(target=work, name="shardesd-import").start()
+    with suppress(RuntimeError):  # where no thread can be had, the first solve imports it
+        threading.Thread(target=work, name="shardesd-import").start()
