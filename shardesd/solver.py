@@ -132,20 +132,24 @@ class Solver:
             return None
         content = self.recall.content(item.tensor, shard)
         counter = self.counter(item)
-        later = counter if counter and self._tallies(item, device) else None
+        later = counter if counter and self._tallies(item, shard, device) else None
         if not content:
-            content = digest(
-                self._pieces(item, counter.counting(shard, item.tensor) if counter and not later else shard)
-            )
+            reading = counter.counting(shard, item.tensor) if counter and not later else shard
+            content = digest(self._pieces(item, reading))
         contents[item.longname] = content
         known = self.recall.get(content, item)
         if known is not None and later:  # no GPU will see them
             later.read([item.tensor], shard)
         return known
 
-    def _tallies(self, item: MatrixRef, device: str) -> bool:
-        """Whether a matrix's elements are counted where its Gram is made: on a GPU, if they are all of its tensor."""
-        return device != "cpu" and self.options.solver != "svd" and self._plain(item)
+    def _tallies(self, item: MatrixRef, shard: Shard, device: str) -> bool:
+        """Whether a matrix's elements are counted where its Gram is made: on a GPU, if they are all of its tensor.
+
+        Not what comes over the network: it is read once, before it is known whether a Gram is needed.
+        """
+        if device == "cpu" or self.options.solver == "svd" or isinstance(shard, RangedShard):
+            return False
+        return self._plain(item)
 
     @contextmanager
     def _matrices(
@@ -153,7 +157,7 @@ class Solver:
     ) -> Iterator[Sequence[Matrix]]:
         by_blocks = self.by_blocks(item, shard, device)
         counter = self.counter(item)
-        tallies = counter is not None and self._tallies(item, device)
+        tallies = counter is not None and self._tallies(item, shard, device)
         if counter and not tallies and item.longname not in contents:
             shard = counter.counting(shard, item.tensor)
 

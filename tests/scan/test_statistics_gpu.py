@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 from checkpoints import minilm_weights, one_file, random_weights, sharded
 from gpu_on_cpu import pretend
+from hub_server import HubServer, use_hub
 from test_statistics import check, tensors
 
 import shardesd
@@ -97,3 +98,16 @@ def test_a_matrix_without_a_spectrum_has_its_statistics(tmp_path: Path, monkeypa
     assert result.stats is not None
     (row,) = result.stats.filter(pl.col("tensor") == "zeros.weight").iter_rows(named=True)
     assert (row["mean"], row["std"], row["sparsity"]) == (0, 0, 1)
+
+
+def test_what_comes_over_the_network_is_counted_once_whether_its_spectra_are_kept_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = tensors()
+    found["alone.weight"] = np.random.default_rng(2).standard_normal((53, 37)).astype(np.float32)  # no group has its n
+    with HubServer() as server:
+        use_hub(monkeypatch, server, tmp_path / "hub-cache")
+        server.add("org/name", sharded(tmp_path / "m", found, 3))
+        pretend(monkeypatch, 1 << 12)
+        for _ in range(2):
+            check(stats("org/name", fetch="ranges", cache_dir=tmp_path / "cache"), found)
