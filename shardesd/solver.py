@@ -70,8 +70,9 @@ class Solver:
         known = self._known(item, shard, device, contents)
         if known is not None:
             return self._finished(item, shard, contents, known, kept=True)
+        looked = item.longname in contents
         with self._matrices(item, shard, device, contents) as parts:
-            known = self.recall.get(contents.get(item.longname), item)
+            known = None if looked else self.recall.get(contents.get(item.longname), item)
             spectrum = known or spectra.compute(parts, scale=item.scale, device=device, **self._how())
         return self._finished(item, shard, contents, spectrum, kept=known is not None)
 
