@@ -147,7 +147,12 @@ def test_a_full_disk_ends_no_command(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return real(path)
 
     monkeypatch.setattr(shardesd.commands, "atomic", atomic)
-    lines = [f"touch {full}; sleep 1; rm {full}", f"until [ -e {full} ]; do sleep 0.05; done; exit 5", "echo fine"]
+    second = tmp_path / "second"  # has started: while the disk is full, it would not
+    lines = [
+        f"until [ -e {second} ]; do sleep 0.02; done; touch {full}; sleep 1; rm {full}",
+        f"touch {second}; until [ -e {full} ]; do sleep 0.05; done; exit 5",
+        "echo fine",
+    ]
     events: list[object] = []
     work = Commands(lines, tmp_path / "out", gpu=GpuOptions(), workers=2, on_event=events.append)
     assert work.run() == Counts(2, 1, 0)
