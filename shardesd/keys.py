@@ -91,12 +91,12 @@ def fail(reason: str) -> Callable[[str], Any]:
     return run
 
 
-def not_counted(key: Key, error: Exception) -> SourceError:
+def not_counted(count: Count, shard: str, error: Exception) -> SourceError:
     """Of what was to be read for statistics alone, which has no row that could say so."""
-    tensors = key.item.tensors if isinstance(key.item, Count) else ()
-    names = f"'{tensors[0].name}'" + (f" and {len(tensors) - 1} more" if len(tensors) > 1 else "") if tensors else ""
+    more = len(count.tensors) - 1
+    names = f"'{count.tensors[0].name}'" + (f" and {more} more" if more else "")
     again = "run again to have them counted, what is done stays"
-    return SourceError(f"the statistics of {names} in {key.shard} can't be had: {reason_of(error)}; {again}")
+    return SourceError(f"the statistics of {names} in {shard} can't be had: {reason_of(error)}; {again}")
 
 
 def engine_report(state: State[Key]) -> EngineReport:

@@ -144,7 +144,7 @@ class Pipeline:
                         if isinstance(outcome.error, CheckpointError | SourceError):
                             raise outcome.error
                         if outcome.error is not None:
-                            uncounted = not_counted(outcome.key, outcome.error)
+                            uncounted = not_counted(outcome.key.item, outcome.key.shard, outcome.error)
                     else:
                         analysed = self._analysed(outcome.key.item, outcome)
                         yield analysed

@@ -132,38 +132,37 @@ class Solver:
         if not self.recall.active or isinstance(shard, RangedShard):
             return None
         content = self.recall.content(item.tensor, shard)
-        counter = self.counter(item)
-        later = counter if counter and self._tallies(item, shard, device) else None
+        by_host, by_card = self._counters(item, shard, device)
         if not content:
-            reading = counter.counting(shard, item.tensor) if counter and not later else shard
-            content = digest(self._pieces(item, reading))
+            content = digest(self._pieces(item, by_host.counting(shard, item.tensor) if by_host else shard))
         contents[item.longname] = content
         known = self.recall.get(content, item)
-        if known is not None and later:  # no GPU will see them
-            later.read([item.tensor], shard)
+        if known is not None and by_card:  # no GPU will see them
+            by_card.read([item.tensor], shard)
         return known
 
-    def _tallies(self, item: MatrixRef, shard: Shard, device: str) -> bool:
-        """Whether a matrix's elements are counted where its Gram is made: on a GPU, if they are all of its tensor.
+    def _counters(self, item: MatrixRef, shard: Shard, device: str) -> tuple[Counter | None, Counter | None]:
+        """What counts a matrix's elements: as the host reads them, or where their Gram is made. One is None, or both.
 
-        Not what comes over the network: it is read once, before it is known whether a Gram is needed.
+        A GPU counts them where they are all of the tensor; but not what comes over the network, which is read once,
+        before it is known whether a Gram is needed.
         """
-        if device == "cpu" or self.options.solver == "svd" or isinstance(shard, RangedShard):
-            return False
-        return self._plain(item)
+        counter = self.counter(item)
+        grams = device != "cpu" and self.options.solver != "svd"
+        by_card = grams and self._plain(item) and not isinstance(shard, RangedShard)
+        return (None, counter) if by_card else (counter, None)
 
     @contextmanager
     def _matrices(
         self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]
     ) -> Iterator[Sequence[Matrix]]:
         by_blocks = self.by_blocks(item, shard, device)
-        counter = self.counter(item)
-        tallies = counter is not None and self._tallies(item, shard, device)
-        if counter and not tallies and item.longname not in contents:
-            shard = counter.counting(shard, item.tensor)
+        by_host, by_card = self._counters(item, shard, device)
+        if by_host and item.longname not in contents:
+            shard = by_host.counting(shard, item.tensor)
 
         def counted(matrix: Matrix) -> Matrix:
-            return counter.tallied(matrix, item.tensor) if counter and tallies else matrix
+            return by_card.tallied(matrix, item.tensor) if by_card else matrix
 
         if by_blocks:
             yield [counted(ShardMatrix(shard, item.tensor))]

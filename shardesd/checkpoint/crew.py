@@ -28,14 +28,14 @@ class _Job:
 
     def take(self) -> None:
         """Works on items until none is left. What one raises leaves none for the others."""
-        work = self._work
         try:
-            while self._left and work is not None:
+            while True:
                 try:
                     item = self._left.pop()  # no two threads get the same: a list's own methods are not interrupted
                 except IndexError:
                     return
-                work(item)
+                assert self._work is not None, "what has ended has no items left"
+                self._work(item)
         except BaseException:
             self._left.clear()
             raise
