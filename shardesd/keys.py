@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from shardesd import spectra
 from shardesd.checkpoint import Shard
-from shardesd.engine import State
+from shardesd.engine import Outcome, State
 from shardesd.errors import MatrixError, SourceError
 from shardesd.records import (
     NO_ANSWER,
@@ -24,6 +25,7 @@ from shardesd.records import (
     Spectrum,
     TensorRef,
 )
+from shardesd.solver import Solved, Solving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,17 @@ def not_counted(count: Count, shard: str, error: Exception) -> SourceError:
     names = f"'{count.tensors[0].name}'" + (f" and {more} more" if more else "")
     again = "run again to have them counted, what is done stays"
     return SourceError(f"the statistics of {names} in {shard} can't be had: {reason_of(error)}; {again}")
+
+
+def fitted(outcome: Outcome[Key, Solving]) -> Outcome[Key, Solved]:
+    """The outcome once its λ are fitted, waiting for that; an error where they can't be."""
+    value, error = outcome.value, outcome.error
+    if isinstance(value, Future):
+        try:
+            value = value.result()
+        except Exception as failure:
+            value, error = None, failure
+    return Outcome(key=outcome.key, value=value, error=error, device=outcome.device, seconds=outcome.seconds)
 
 
 def engine_report(state: State[Key]) -> EngineReport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
 from shardesd.keep import Keep, Recall
-from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
+from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, fitted, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
     NEEDS,
@@ -29,7 +30,7 @@ from shardesd.records import (
     Skip,
     TensorRef,
 )
-from shardesd.solver import Solved, Solver, factors
+from shardesd.solver import Solved, Solver, Solving, factors
 from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
 from shardesd.wanted import Wanted
@@ -66,6 +67,7 @@ class Pipeline:
     _owners: dict[str, str] = field(default_factory=dict)
     """Longname → the tensor that holds it, of all seen so far."""
     _recall: Recall = field(init=False)
+    _fitting: ThreadPoolExecutor = field(init=False)
     _solver: Solver = field(init=False)
     _wanted: Wanted = field(init=False)
     _open: dict[str, OpenShard] = field(default_factory=dict)
@@ -82,7 +84,9 @@ class Pipeline:
         self._learn()
         self._ties = ties.among_left(self.checkpoint, self._context)
         self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
-        self._solver = Solver(self.options, self._recall, self.engine.budget, self._counter)
+        gpus = sum(device.name != "cpu" for device in self.engine.devices)
+        self._fitting = ThreadPoolExecutor(max(1, gpus), thread_name_prefix="shardesd-fits")
+        self._solver = Solver(self.options, self._recall, self.engine.budget, self._fitting, self._counter)
         self._wanted = Wanted(
             self.checkpoint, self.options, self._plan, matrices.may_be_tied, self._recall, self.done, self.emit
         )
@@ -146,7 +150,7 @@ class Pipeline:
                         if outcome.error is not None:
                             uncounted = not_counted(outcome.key.item, outcome.key.shard, outcome.error)
                     else:
-                        analysed = self._analysed(outcome.key.item, outcome)
+                        analysed = self._analysed(outcome.key.item, fitted(outcome))
                         yield analysed
                         self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes, kept=analysed.kept))
                     self._left(outcome.key.shard, fetcher)
@@ -159,10 +163,11 @@ class Pipeline:
                     for state in self._open.values():
                         state.shard.close()
                 wanted.close()
+                self._fitting.shutdown(cancel_futures=True)
                 if self.keep is not None:
                     self.keep.flush()
 
-    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, Solved]]:
+    def _tasks(self, fetcher: Fetcher) -> Iterator[Task[Key, Solving]]:
         last: list[tuple[TensorRef, Shard]] = []
         seen: set[str] = set()
         for number, (ref, path) in enumerate(fetcher, start=1):
@@ -245,7 +250,7 @@ class Pipeline:
             longname = f"{item.longname}#{number}"
         return item if longname == item.longname else replace(item, longname=longname)
 
-    def _planned(self, tensor: TensorRef, plan: _Plan, shard: Shard) -> Iterator[Task[Key, Solved]]:
+    def _planned(self, tensor: TensorRef, plan: _Plan, shard: Shard) -> Iterator[Task[Key, Solving]]:
         items = [self._owned(item) for item in plan]
         yield from self._counts(tensor, items, shard)
         for item in items:
@@ -260,7 +265,7 @@ class Pipeline:
 
     def _counts(
         self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], shard: Shard
-    ) -> Iterator[Task[Key, Solved]]:
+    ) -> Iterator[Task[Key, Solving]]:
         """Tasks that read, for the statistics, what no matrix of `items` reads."""
         if not self.options.stats or tensor.name in self.statistics:
             return
@@ -276,7 +281,7 @@ class Pipeline:
         self._counted |= self.statistics.expect(tensor, items, read, in_pieces=in_pieces)
         yield from self._counts_alone(shard, rest=False)
 
-    def _counts_alone(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Solved]]:
+    def _counts_alone(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Solving]]:
         for task in self.statistics.tasks(shard, rest=rest):
             with self._lock:
                 self._open[shard.ref.name].left += 1
@@ -297,7 +302,7 @@ class Pipeline:
     def _fits(self, item: MatrixRef, shard: Shard) -> bool:
         return self.options.max_memory is None or self._host_bytes(item, shard) <= self.engine.budget
 
-    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, Solved]:
+    def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, Solving]:
         key = Key(item, shard.ref.name)
         if isinstance(item, Skip):
             return Task(key=key, run=fail(item.reason))
@@ -323,7 +328,7 @@ class Pipeline:
             most=spectra.batch_size(n),
         )
 
-    def _solve_many(self, tasks: Sequence[Task[Key, Solved]], device: str) -> list[Outcome[Key, Solved]]:
+    def _solve_many(self, tasks: Sequence[Task[Key, Solving]], device: str) -> list[Outcome[Key, Solving]]:
         keys = [task.key for task in tasks]
         # Nothing but matrices has a group (`_task`).
         pairs = [(key.item, self._open[key.shard].shard) for key in keys if isinstance(key.item, MatrixRef)]

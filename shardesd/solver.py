@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +21,8 @@ from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
 
 Solved = tuple[Spectrum, dict[str, Any], bool]
 """λ, the metric columns, and whether the λ are kept ones."""
+Solving = Solved | Future[Solved]
+"""Or what will be that: a GPU's λ are fitted while it solves the next ones."""
 _PIECE_BYTES = 4_000_000  # read at a time where a tensor's elements are digested
 _DIGESTS_AT_ONCE = 8  # of a group
 
@@ -48,6 +50,8 @@ class Solver:
     options: ScanOptions
     recall: Recall
     budget: int
+    fitting: Executor
+    """Fits and keeps the λ of `solve_many`."""
     counter: Callable[[MatrixRef], Counter | None] = lambda item: None
     """What counts the elements of a matrix; None where nothing does."""
 
@@ -78,13 +82,13 @@ class Solver:
 
     def solve_many(
         self, pairs: Sequence[tuple[MatrixRef, Shard]], device: str
-    ) -> list[tuple[Solved | Exception, float]]:
+    ) -> list[tuple[Solving | Exception, float]]:
         """Several matrices of one shorter side, solved together on a GPU: for each what came of it, and its seconds.
 
         Raises what means trouble for all of them.
         """
         contents: dict[str, str] = {}
-        found: dict[int, tuple[Solved | Exception, float]] = {}
+        found: dict[int, tuple[Solving | Exception, float]] = {}
         left: list[int] = []
 
         def look(at: int) -> tuple[Solved | Exception, float] | None:
@@ -116,7 +120,10 @@ class Solver:
                 if isinstance(solved, Exception):
                     found[at] = solved, 0.0
                 else:
-                    found[at] = self._finished(*pairs[at], contents, solved, kept=False), solved.seconds
+                    # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that
+                    # feeds a GPU would do so for as long as the GPU needs for the next ones.
+                    fit = self.fitting.submit(self._finished, *pairs[at], contents, solved, kept=False)
+                    found[at] = fit, solved.seconds
         return [found[at] for at in range(len(pairs))]
 
     def measured(self, item: MatrixRef, spectrum: Spectrum, *, kept: bool) -> Solved:

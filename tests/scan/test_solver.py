@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from checkpoints import one_file, random_weights
+from gpu_on_cpu import pretend
 
-from shardesd import matrices, spectra
+import shardesd
+from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import open_checkpoint
 from shardesd.keep import Keep, Recall
 from shardesd.options import ScanOptions
-from shardesd.records import MatrixRef, Spectrum
-from shardesd.solver import Solver
+from shardesd.records import NO_MEMORY, MatrixRef, Spectrum
+from shardesd.solver import Solved, Solver
 from shardesd.source import open_source
 
 
@@ -44,9 +48,15 @@ def test_a_group_is_solved_once_and_then_kept(tmp_path: Path, monkeypatch: pytes
         return results
 
     monkeypatch.setattr(spectra, "compute_many", together)
-    solver = Solver(options, Recall(Keep(tmp_path / "kept", 10**6) if active else None, options), 10**9)
-    first = solver.solve_many(pairs, "cuda:0")
-    again = solver.solve_many(pairs, "cuda:0")
+    recall = Recall(Keep(tmp_path / "kept", 10**6) if active else None, options)
+    with ThreadPoolExecutor(2) as pool:
+        solver = Solver(options, recall, 10**9, pool)
+
+        def solved() -> list[tuple[Solved | Exception, float]]:
+            found = solver.solve_many(pairs, "cuda:0")
+            return [(one.result() if isinstance(one, Future) else one, seconds) for one, seconds in found]
+
+        first, again = solved(), solved()
     assert groups == ([12, 1] if active else [12, 12])
     for (item, _), (one, _), (two, _) in zip(pairs, first, again, strict=True):
         if "layers.3.self_attn.q" in item.longname:
@@ -60,3 +70,41 @@ def test_a_group_is_solved_once_and_then_kept(tmp_path: Path, monkeypatch: pytes
         W = tensors[f"{item.longname}.weight"].astype(np.float64)
         assert np.allclose(one[0].eigs, np.linalg.svd(W, compute_uv=False)[::-1] ** 2, rtol=0, atol=1e-10)
     shard.close()
+
+
+def test_the_thread_that_feeds_a_gpu_fits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=6))
+    expected = shardesd.scan(folder, device="cpu", cache=False).layers
+    pretend(monkeypatch)
+    threads: set[str] = set()
+    measure = metrics.measure
+
+    def noted(*given: Any, **more: Any) -> dict[str, Any]:
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return measure(*given, **more)
+
+    monkeypatch.setattr(metrics, "measure", noted)
+    found = shardesd.scan(folder, cache=False).layers
+    assert threads == {"shardesd-fits"}
+    assert found.drop("device", "seconds").equals(expected.drop("device", "seconds"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardesd-fits")]
+
+
+def test_what_a_fit_raises_costs_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=6))
+    pretend(monkeypatch)
+    measure = metrics.measure
+    bad: list[int] = []
+
+    def fails(*given: Any, **more: Any) -> dict[str, Any]:
+        bad.append(1)
+        if len(bad) == 3:
+            raise MemoryError
+        return measure(*given, **more)
+
+    monkeypatch.setattr(metrics, "measure", fails)
+    layers = shardesd.scan(folder, cache=False).layers
+    failed = layers.filter(layers["status"] == "failed")
+    assert len(failed) == 1
+    assert failed["reason"][0].startswith(NO_MEMORY)
+    assert len(layers) == len(bad)
