@@ -41,9 +41,9 @@ _local = threading.local()
 
 
 def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndarray:
-    """The lower triangle of G, (n, n), of the matrix times 2**-exponent. What lies above it is undefined."""
+    """The lower triangle of G, (n, n) in F order, of the matrix times 2**-exponent. What lies above it is undefined."""
     n = min(matrix.shape)
-    gram = np.empty((n, n), dtype)
+    gram = np.empty((n, n), dtype, order="F")
     beta = 0.0
     for axis, block in _blocks(matrix, dtype):
         if exponent:

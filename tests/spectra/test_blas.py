@@ -12,7 +12,7 @@ from shardesd.spectra.blas import syrk
 def test_one_triangle_is_added_to_and_the_other_left_alone(dtype: type, order: str, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
     X_NK = np.array(rng.standard_normal(shape), dtype=dtype, order=order)
-    gram = np.full((shape[0], shape[0]), np.nan, dtype)
+    gram = np.full((shape[0], shape[0]), np.nan, dtype, order="F")
     syrk(X_NK, gram, 0.0)
     syrk(X_NK, gram, 1.0)
     lower = np.tril_indices(shape[0])
