@@ -20,6 +20,7 @@ import checkpoints
 
 import shardesd
 from shardesd.demo import minilm
+from shardesd.errors import NotFound
 
 
 def scan(folder: Path, device: str, stats: bool) -> tuple[float, float]:
@@ -61,7 +62,11 @@ def main() -> None:
         for name, (text, make) in shapes(Path(root)).items():
             if given.shape and name not in given.shape:
                 continue
-            folder = make()
+            try:
+                folder = make()
+            except NotFound as missing:
+                print(f"{text:<64}left out: {missing}", flush=True)
+                continue
             scan(folder, given.device, True)
             pairs = []
             for i in range(given.pairs):

@@ -66,13 +66,10 @@ def test_a_gpu_is_left_to_a_neighbour_and_taken_again(tmp_path: Path) -> None:
             stop.set()
             return
         time.sleep(2)
-        other = neighbour(last)
-        came = time.monotonic()
-        time.sleep(5)
-        assert other.stdin is not None
-        other.stdin.write("\n")
-        other.stdin.close()
-        other.wait(30)
+        with neighbour(last) as other:
+            came = time.monotonic()
+            time.sleep(5)
+            other.communicate("\n", timeout=30)
         went = time.monotonic()
         time.sleep(6)
         stop.set()
