@@ -278,7 +278,8 @@ class Pipeline:
             and not (self.options.delta and factors(item, shard))
         }
         in_pieces = shard.in_blocks(tensor) and not self.options.delta
-        self._counted |= self.statistics.expect(tensor, items, read, in_pieces=in_pieces)
+        on_gpus = any(device.name != "cpu" for device in self.engine.devices)
+        self._counted |= self.statistics.expect(tensor, items, read, in_pieces=in_pieces, on_gpus=on_gpus)
         yield from self._counts_alone(shard, rest=False)
 
     def _counts_alone(self, shard: Shard, *, rest: bool) -> Iterator[Task[Key, Solving]]:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 
 from shardesd import matrices, metrics, spectra
-from shardesd.checkpoint import Shard, StoredMatrix, is_integer, is_supported
+from shardesd.checkpoint import Shard, ShardMatrix, StoredMatrix, is_integer, is_supported
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.engine import Task
 from shardesd.keys import Count, Key
@@ -28,6 +28,10 @@ PIECE_BYTES = 256_000_000
 of numpy's calls waits for the interpreter's lock), and one that counts beside one that solves does not."""
 _OPERATIONS = 64
 """In the time of reading and counting one element, a core does about as many floating-point operations of a solve."""
+_OPERATIONS_ON_GPU = 3000
+"""Of a GPU's solves, in the time of reading and sending one."""
+_LEAST_ON_GPU = 1 << 20
+"""Elements from which a tensor that no matrix needs is sent to a GPU to be counted: a core takes a millisecond."""
 _READ_BYTES = 1 << 20
 """Read at a time by it, into a buffer that stays in the cache."""
 _CHUNK_ELEMENTS = 1 << 18
@@ -55,6 +59,8 @@ class Statistics:
     _ranks: dict[str, metrics.Ranks] = field(default_factory=dict)
     _alone: deque[TensorRef] = field(default_factory=deque)
     """What no matrix reads, until a task takes it."""
+    _for_gpus: deque[TensorRef] = field(default_factory=deque)
+    """Of that, what a GPU is to count."""
     _alone_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -63,11 +69,18 @@ class Statistics:
         return tensor in self._tensors
 
     def expect(
-        self, tensor: TensorRef, items: Sequence[MatrixRef | Skip], read: Collection[str], *, in_pieces: bool = True
+        self,
+        tensor: TensorRef,
+        items: Sequence[MatrixRef | Skip],
+        read: Collection[str],
+        *,
+        in_pieces: bool = True,
+        on_gpus: bool = False,
     ) -> set[str]:
         """Note a tensor and what it holds, of which the matrices in `read` (longnames) will be read.
 
-        Gives the longnames that are to be read by way of `counting`; what none of them reads goes into `tasks`.
+        Gives the longnames that are to be read by way of `counting`; what none of them reads goes into `tasks`: for
+        GPUs, where there are some and it can be sent in pieces and is large.
         """
         ranges: dict[_Range, TensorRef] = {}
         carriers: dict[_Range, str] = {}
@@ -79,15 +92,18 @@ class Statistics:
         codes = bool(tensor.problem) or any(matrices.holds_codes(item) for item in items)
         readable = tensor.numel > 0 and can_count(tensor.dtype) and not codes
         rest = [ref for at, ref in ranges.items() if readable and at not in carriers]
+        sent = [ref for ref in rest if on_gpus and in_pieces and _gpu_counts(ref)]
+        rest = [ref for ref in rest if ref not in sent]
         alone = [piece for ref in rest for piece in (pieces(ref, PIECE_BYTES) if in_pieces else (ref,))]
         whole = all(isinstance(item, MatrixRef) for item in items)
         with self._lock:
             self._tensors[tensor.name] = _Tensor(
                 tensor,
                 matrices.parse_name(tensor.name),
-                dict.fromkeys([*carriers, *((piece.start, piece.end) for piece in alone)]),
+                dict.fromkeys([*carriers, *((piece.start, piece.end) for piece in (*sent, *alone))]),
                 [item.longname for item in items] if whole else None,
             )
+        self._for_gpus += sent
         self._alone += alone
         self._alone_bytes += sum(piece.nbytes for piece in alone)
         return set(carriers.values())
@@ -98,6 +114,8 @@ class Statistics:
 
         Most of it are norms and biases, of a few kilobytes each.
         """
+        while self._for_gpus:
+            yield self._task_on_gpu(self._for_gpus.popleft(), shard)
         while self._alone and (rest or self._alone_bytes >= PIECE_BYTES):
             yield self._task(shard)
 
@@ -116,11 +134,29 @@ class Statistics:
             aside=True,
         )
 
+    def _task_on_gpu(self, tensor: TensorRef, shard: Shard) -> Task[Key, Any]:
+        M, N = tensor.shape
+
+        def run(device: str) -> None:
+            if device == "cpu":
+                self.read([tensor], shard)
+            else:
+                spectra.count_cuda(self.tallied(ShardMatrix(shard, tensor), tensor), device)
+
+        return Task(
+            key=Key(Count((tensor,)), shard.ref.name),
+            run=run,
+            host_bytes=_at_once(tensor, shard),
+            device_bytes=spectra.count_bytes(M, N, tensor.nbytes // tensor.numel),
+            cost=_OPERATIONS_ON_GPU * tensor.numel,
+            deadline=120 + tensor.nbytes / 1e6,
+        )
+
     def counting(self, shard: Shard, tensor: TensorRef) -> Shard:
         """`shard`, counting the elements of `tensor` as they are read, whole or block by block."""
         return cast(Shard, _Counting(shard, tensor, partial(self._put, tensor)))  # of a shard, matrices only read
 
-    def tallied(self, matrix: Matrix, tensor: TensorRef) -> Matrix:
+    def tallied(self, matrix: Matrix, tensor: TensorRef) -> spectra.Tallied:
         """`matrix`, which is all of `tensor`, counted by the GPU that makes its Gram, if one does."""
 
         def done(parts: Sequence[spectra.Part]) -> None:
@@ -202,6 +238,12 @@ def pieces(tensor: TensorRef, nbytes: int) -> Iterator[TensorRef]:
         n = min(step, tensor.shape[0] - first)
         start = tensor.start + first * row_bytes
         yield replace(tensor, shape=(n, *tensor.shape[1:]), start=start, end=start + n * row_bytes)
+
+
+def _gpu_counts(tensor: TensorRef) -> bool:
+    """Whether a tensor can be sent to a GPU as it is stored, and is worth it."""
+    plain = is_supported(tensor.dtype) and tensor.nbytes == tensor.numel * raw_dtype(tensor.dtype).itemsize
+    return plain and len(tensor.shape) == 2 and tensor.numel >= _LEAST_ON_GPU
 
 
 def _at_once(tensor: TensorRef, shard: Shard) -> int:

@@ -62,6 +62,12 @@ def pretend(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Sta
             raise found
         return found
 
+    def counted(matrix: spectra.Tallied, device: str) -> None:
+        assert device == "cuda:0"
+        count_cuda(matrix, "cpu")
+
+    count_cuda = spectra.count_cuda
+    monkeypatch.setattr(spectra, "count_cuda", counted)
     compute = spectra.compute
     monkeypatch.setattr(spectra, "compute_many", many)
     monkeypatch.setattr(spectra, "compute", one)

@@ -1,6 +1,7 @@
 """Matrix → eigenvalues. Knows nothing of files, names or devices' queues."""
 
 from shardesd.spectra.eigen import batch_size, missing_batched, why_not_batched
+from shardesd.spectra.gram import count_bytes, count_cuda
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
 from shardesd.spectra.tally import Part, Tallied
@@ -16,6 +17,8 @@ __all__ = [
     "compute",
     "compute_many",
     "compute_product",
+    "count_bytes",
+    "count_cuda",
     "device_bytes",
     "drowned",
     "missing_batched",

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardesd.records import Matrix
 from shardesd.spectra.blas import syrk
-from shardesd.spectra.tally import Tallies
+from shardesd.spectra.tally import Tallied, Tallies
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +111,21 @@ def grams_cuda(
         except Exception as error:
             on_error(at, error)
     pack.multiply(grams, tallies)
+
+
+def count_cuda(matrix: Tallied, device: str) -> None:
+    """Has a GPU count a matrix's elements, of which no Gram is made."""
+    import torch
+
+    tallies = Tallies()
+    for block in _staging().upload(matrix, torch.device(device)):
+        tallies.add([matrix], block)
+    tallies.tell()
+
+
+def count_bytes(M: int, N: int, itemsize: int) -> int:
+    """Memory of a GPU that `count_cuda` takes at its peak: a block, widened, and its magnitudes."""
+    return min(UPLOAD_BYTES // itemsize, M * N) * (itemsize + 2 * 8 + 1)
 
 
 def largest_exponent(matrix: Matrix) -> int | None:

@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
+import torch
 from checkpoints import minilm_weights, one_file, random_weights, sharded
 from gpu_on_cpu import pretend
 from hub_server import HubServer, use_hub
+from safetensors.torch import save_file
 from test_statistics import check, tensors
 
 import shardesd
@@ -67,9 +69,40 @@ def test_every_kind_of_tensor(
 def test_minilm(monkeypatch: pytest.MonkeyPatch, counted: list[int]) -> None:
     staging = pretend(monkeypatch)
     check(stats(minilm(), cache=False), minilm_weights())
-    sent = sum(x.size for name, x in minilm_weights().items() if x.ndim == 2 and "embeddings" not in name)
+    small = ("position_embeddings", "token_type_embeddings", "position_ids")
+    sent = sum(x.size for name, x in minilm_weights().items() if x.ndim == 2 and not any(s in name for s in small))
     assert staging.sent == 4 * sent
     assert sum(counted) == sum(x.size for x in minilm_weights().values()) - sent
+
+
+@pytest.mark.parametrize("trouble", ["", "CUDA error: out of memory", "CUDA error: an illegal memory access"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpu_counts_an_embedding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: list[int], dtype: torch.dtype, trouble: str
+) -> None:
+    pretend(monkeypatch, 1 << 12)
+    monkeypatch.setattr(statistics, "_LEAST_ON_GPU", 100)
+    if trouble:
+
+        def fails(matrix: spectra.Tallied, device: str) -> None:
+            raise RuntimeError(trouble)
+
+        monkeypatch.setattr(spectra, "count_cuda", fails)
+    rng = np.random.default_rng(0)
+    found = random_weights() | {"model.embed_tokens.weight": rng.standard_normal((900, 24)) + 7}
+    found["model.embed_tokens.weight"][5, 3:9] = [0, 1e-9, 1e-8, 2e-8, -1e-8, 0]
+    stored = {name: torch.from_numpy(value).to(dtype) for name, value in found.items()}
+    (tmp_path / "m").mkdir()
+    save_file(stored, tmp_path / "m" / "model.safetensors")
+    found = {name: value.double().numpy() for name, value in stored.items()}
+    check(stats(tmp_path / "m", cache=False), found)
+    sizes = {name: value.size for name, value in found.items()}
+    by_host = {name for name, value in found.items() if value.ndim != 2}
+    if "memory access" in trouble:  # the GPU is given up
+        by_host = set(found)
+    elif trouble:
+        by_host.add("model.embed_tokens.weight")
+    assert sum(counted) == sum(sizes[name] for name in by_host)
 
 
 def test_one_that_a_gpu_has_no_memory_for_is_counted_by_the_cpu(
