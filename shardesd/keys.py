@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,9 +103,9 @@ def not_counted(count: Count, shard: str, error: Exception) -> SourceError:
 def fitted(outcome: Outcome[Key, Solving]) -> Outcome[Key, Solved]:
     """The outcome once its λ are fitted, waiting for that; an error where they can't be."""
     value, error = outcome.value, outcome.error
-    if isinstance(value, Future):
+    if callable(value):
         try:
-            value = value.result()
+            value = value()
         except Exception as failure:
             value, error = None, failure
     return Outcome(key=outcome.key, value=value, error=error, device=outcome.device, seconds=outcome.seconds)

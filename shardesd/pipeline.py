@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardesd import matrices, spectra, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard
@@ -189,7 +189,8 @@ class Pipeline:
             plans = {tensor.name: self._plan(tensor) for tensor in shard.tensors}
             counts = {name: self._count(plan) for name, plan in plans.items()}
             self._exact += sum(counts.values())
-            self._estimated += matrices.estimate(counts, self._context)
+            if not self.checkpoint.complete:
+                self._estimated += matrices.estimate(counts, self._context)
             total, exact = self.total()
             self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
             for tensor in shard.tensors:
@@ -346,17 +347,16 @@ class Pipeline:
             self.emit(MatrixStarted(longname=key.item.longname, device=device))
 
     def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, Solved]) -> Analysed:
-        row = self._row(item)
         if outcome.value is None:
             error = outcome.error
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            return Analysed(row=replace(row, status="failed", reason=reason_of(error)), spectrum=None, nbytes=0)
+            return Analysed(row=self._row(item, status="failed", reason=reason_of(error)), spectrum=None, nbytes=0)
         spectrum, values, kept = outcome.value
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
-        row = replace(
-            row,
+        row = self._row(
+            item,
             **values,
             solver=spectrum.solver,
             precision=spectrum.precision,
@@ -366,23 +366,23 @@ class Pipeline:
         nbytes = 0 if outcome.key.kept else item.tensor.stored_nbytes
         return Analysed(row=row, spectrum=spectrum, nbytes=nbytes, kept=kept)
 
-    def _row(self, item: MatrixRef | Skip) -> Row:
+    def _row(self, item: MatrixRef | Skip, **values: Any) -> Row:
         M, N = sides(item)
-        return replace(
-            self.template,
-            longname=item.longname,
-            layer_index=item.layer_index,
-            block_type=item.block_type,
-            dtype=item.tensor.label,
-            M=M,
-            N=N,
-            params=self.params(item.longname, item.numel if isinstance(item, MatrixRef) else item.tensor.numel),
-            reason=item.note if isinstance(item, MatrixRef) else item.reason,
-            quantised=item.tensor.quantised,
-        )
+        known = {
+            "longname": item.longname,
+            "layer_index": item.layer_index,
+            "block_type": item.block_type,
+            "dtype": item.tensor.label,
+            "M": M,
+            "N": N,
+            "params": self.params(item.longname, item.numel if isinstance(item, MatrixRef) else item.tensor.numel),
+            "reason": item.note if isinstance(item, MatrixRef) else item.reason,
+            "quantised": item.tensor.quantised,
+        }
+        return replace(self.template, **known | values)
 
     def _skip(self, item: Skip) -> None:
-        row = replace(self._row(item), status="skipped")
+        row = self._row(item, status="skipped")
         self.skipped[item.longname] = row
         self.emit(RowDone(row=row))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
 
 Solved = tuple[Spectrum, dict[str, Any], bool]
 """λ, the metric columns, and whether the λ are kept ones."""
-Solving = Solved | Future[Solved]
-"""Or what will be that: a GPU's λ are fitted while it solves the next ones."""
+Solving = Solved | Callable[[], Solved]
+"""Or what gives that, waiting for it: a GPU's λ are fitted while it solves the next ones."""
 _PIECE_BYTES = 4_000_000  # read at a time where a tensor's elements are digested
 _DIGESTS_AT_ONCE = 8  # of a group
 
@@ -116,14 +116,13 @@ class Solver:
         if left:
             opened = [partial(self._matrices, *pairs[at], device, contents) for at in left]
             n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
-            for at, solved in zip(left, spectra.compute_many(opened, n=n, device=device, **self._how()), strict=True):
-                if isinstance(solved, Exception):
-                    found[at] = solved, 0.0
-                else:
-                    # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that
-                    # feeds a GPU would do so for as long as the GPU needs for the next ones.
-                    fit = self.fitting.submit(self._finished, *pairs[at], contents, solved, kept=False)
-                    found[at] = fit, solved.seconds
+            done = spectra.compute_many(opened, n=n, device=device, **self._how())
+            solved = {at: given for at, given in zip(left, done, strict=True) if not isinstance(given, Exception)}
+            # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that feeds a GPU
+            # would do so for as long as the GPU needs for the next ones.
+            fits = self.fitting.submit(self._all_finished, pairs, contents, solved)
+            for at, given in zip(left, done, strict=True):
+                found[at] = (given, 0.0) if isinstance(given, Exception) else (partial(_of, fits, at), given.seconds)
         return [found[at] for at in range(len(pairs))]
 
     def measured(self, item: MatrixRef, spectrum: Spectrum, *, kept: bool) -> Solved:
@@ -209,6 +208,17 @@ class Solver:
                 self.recall.put(content, item, spectrum)
         return self.measured(item, spectrum, kept=kept)
 
+    def _all_finished(
+        self, pairs: Sequence[tuple[MatrixRef, Shard]], contents: dict[str, str], solved: Mapping[int, Spectrum]
+    ) -> dict[int, Solved | Exception]:
+        found: dict[int, Solved | Exception] = {}
+        for at, spectrum in solved.items():
+            try:
+                found[at] = self._finished(*pairs[at], contents, spectrum, kept=False)
+            except Exception as error:  # costs one row
+                found[at] = error
+        return found
+
     def _how(self) -> dict[str, Any]:
         options = self.options
         resolve = options.evals_thresh if options.filter_zeros else 0.0
@@ -218,3 +228,10 @@ class Solver:
 def factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:
     """See `Shard.factors`; None for what is cut out of a tensor."""
     return shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
+
+
+def _of(fits: Future[dict[int, Solved | Exception]], at: int) -> Solved:
+    found = fits.result()[at]
+    if isinstance(found, Exception):
+        raise found
+    return found

@@ -30,13 +30,11 @@ class Place(Generic[K, T]):
 
     @property
     def device_bytes(self) -> int:
-        return sum(ticket.task.device_bytes for worker in self.workers for ticket in worker.tickets)
+        return sum(worker.device_bytes for worker in self.workers)
 
     @property
     def host_bytes(self) -> int:
-        """Tasks that are solved together are read one after the other, so the largest of them counts."""
-        working = (worker.tickets for worker in self.workers if worker.tickets)
-        return sum(max(ticket.task.host_bytes for ticket in tickets) for tickets in working)
+        return sum(worker.host_bytes for worker in self.workers)
 
 
 @dataclass(slots=True, eq=False)
@@ -45,5 +43,19 @@ class Worker(Generic[K, T]):
 
     place: Place[K, T]
     tickets: list[Ticket[K, T]] = field(default_factory=list)
+    device_bytes: int = 0
+    host_bytes: int = 0
+    """Tasks that are solved together are read one after the other, so the largest of them counts."""
     since: float = 0.0
     abandoned: bool = False
+
+    def add(self, ticket: Ticket[K, T]) -> None:
+        self.tickets.append(ticket)
+        self.device_bytes += ticket.task.device_bytes
+        self.host_bytes = max(self.host_bytes, ticket.task.host_bytes)
+
+    def clear(self) -> list[Ticket[K, T]]:
+        """Lets go of its tickets; gives them."""
+        tickets, self.tickets = self.tickets, []
+        self.device_bytes = self.host_bytes = 0
+        return tickets

@@ -183,7 +183,7 @@ class _Run(Generic[K, T]):
         """A solve that doesn't end: its thread is left to itself, and what it may still give is not taken."""
         worker.abandoned = True
         worker.place.workers.remove(worker)
-        tickets, worker.tickets = worker.tickets, []
+        tickets = worker.clear()
         if worker.place.is_cpu:
             error = TimeoutError(f"no answer from the CPU after {seconds:.0f} s")
             for ticket in tickets:
@@ -253,7 +253,7 @@ class _Run(Generic[K, T]):
             with self._changed:
                 if worker.abandoned:
                     return
-                worker.tickets = []
+                worker.clear()
                 for ticket, outcome in zip(tickets, outcomes, strict=True):
                     self._settle(ticket, outcome, worker.place)
                 self._changed.notify_all()
@@ -268,7 +268,7 @@ class _Run(Generic[K, T]):
                 if (first := self._longest(place)) is not None:
                     break
                 self._changed.wait(1.0)
-            worker.tickets = [first]
+            worker.add(first)
             worker.since = time.monotonic()
             self._changed.notify_all()
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
@@ -283,7 +283,7 @@ class _Run(Generic[K, T]):
             # Not all that is ready, so that the other slots have some too; but a few take nearly as long as many.
             share = max(-(-(len(self._ready) + 1) // slots), first.task.most // _LEAST_SHARE)
             most = min(first.task.most, share)
-            self._ready.take_like(worker.tickets, most, lambda ticket: self._fits(ticket, place))
+            self._ready.take_like(worker, most, lambda ticket: self._fits(ticket, place))
             self._changed.notify_all()
             return list(worker.tickets)
 
@@ -312,7 +312,7 @@ class _Run(Generic[K, T]):
             return False
         if place.is_cpu:
             return True
-        if working and (ticket.alone or any(t.alone for worker in working for t in worker.tickets)):
+        if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
             return False
         used = place.device_bytes
         return not used or used + ticket.task.device_bytes <= place.device.budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from shardesd.engine.places import Worker
 from shardesd.engine.work import Ticket
 
 T = TypeVar("T")
@@ -58,12 +59,12 @@ class Ready(Generic[K, T]):
             passed.append(ticket)
         return None
 
-    def take_like(self, batch: list[Ticket[K, T]], most: int, fits: Callable[[Ticket[K, T]], bool]) -> None:
-        """Moves tickets of the group of those in `batch` to it while they fit beside them, up to `most` in all."""
-        group = batch[0].task.group
+    def take_like(self, worker: Worker[K, T], most: int, fits: Callable[[Ticket[K, T]], bool]) -> None:
+        """Gives a worker more tickets of its first one's group while they fit beside those, up to `most` in all."""
+        group = worker.tickets[0].task.group
         for ticket in list(self._tickets):
-            if len(batch) == most:
+            if len(worker.tickets) == most:
                 return
             if ticket.task.group == group and not (ticket.alone or ticket.cpu_only) and fits(ticket):
                 self._tickets.remove(ticket)
-                batch.append(ticket)
+                worker.add(ticket)

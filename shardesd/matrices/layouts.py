@@ -8,6 +8,7 @@ interleaved gate and up are groups of one column each. The rows themselves: `mat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -115,15 +116,17 @@ class Table:
 
     def __init__(self, rows: Iterable[Layout]) -> None:
         self.rows = tuple(rows)
-        self._by_model: dict[str, tuple[Layout, ...]] = {}
+        self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
 
     def named(self, longname: str, model_type: str) -> list[Layout]:
         """The rows for a tensor of this name in such a model, whatever its sizes."""
         if model_type not in self._by_model:
             self._by_model[model_type] = tuple(
-                row for row in self.rows if not row.models or any(fnmatchcase(model_type, glob) for glob in row.models)
+                (row, ends_with(row.names))
+                for row in self.rows
+                if not row.models or any(fnmatchcase(model_type, glob) for glob in row.models)
             )
-        return [row for row in self._by_model[model_type] if ends_with(row.names).search(longname)]
+        return [row for row, rule in self._by_model[model_type] if rule.search(longname)]
 
 
 def find_layout(
@@ -133,7 +136,8 @@ def find_layout(
 
     `split` is ``--split``. A fused tensor that no row fits comes whole, with a row that has the reason as its `note`.
     """
-    fused = role(longname) if role(longname) in ("qkv", "kv", "gate_up") else ""
+    part = role(longname)
+    fused = part if part in ("qkv", "kv", "gate_up") else ""
     if split == "off":
         return Layout(names="", note=f"fused {fused} analysed whole (--split off)" if fused else ""), [_whole(shape)]
     if split == "thirds":

@@ -42,6 +42,11 @@ class Result:
         return self.layers.filter(pl.col("status") == "failed")
 
 
+def shown(rows: Iterable[Row], show_skipped: bool) -> pl.DataFrame:
+    """The table of rows in their final order; of skipped ones only where they were asked for."""
+    return to_frame(row for row in rows if show_skipped or row.status != "skipped")
+
+
 def make_result(
     model_id: str,
     revision: str | None,
@@ -51,10 +56,12 @@ def make_result(
     spectra: Mapping[str, np.ndarray],
     stats: pl.DataFrame | None = None,
     files: tuple[Path, ...] = (),
+    layers: pl.DataFrame | None = None,
 ) -> Result:
-    """The result that rows in their final order make."""
+    """The result that rows in their final order make. `layers` is their table where it has been made before."""
     rows = list(rows)
-    layers = to_frame(row for row in rows if show_skipped or row.status != "skipped")
+    if layers is None:
+        layers = shown(rows, show_skipped)
     return Result(
         model_id=model_id,
         revision=revision,

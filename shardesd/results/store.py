@@ -26,11 +26,11 @@ from shardesd.results.files import (
     remove_stale_locks,
 )
 from shardesd.results.journal import Journal
-from shardesd.results.result import Result, make_result
+from shardesd.results.result import Result, make_result, shown
 from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
 from shardesd.results.stored import StoredSpectra, write_spectra
 from shardesd.results.summary import read_summary, update_summary
-from shardesd.results.tables import read_table, row_values, table_bytes, to_frame, to_rows
+from shardesd.results.tables import read_table, row_values, table_bytes, to_rows
 
 Order = Callable[[str], Any]
 Amend = Callable[[Row], Row]
@@ -72,6 +72,8 @@ class ModelStore:
         self._lock = Lock(self.out / "partial" / f"{self.stem}.lock")
         self._journal: Journal | None = None
         self._rows: list[Row] | None = None
+        self._result: Result | None = None
+        """Of `_rows`."""
         self._stats: pl.DataFrame | None = None
         self._unfinished: tuple[Row, ...] = ()
 
@@ -164,7 +166,8 @@ class ModelStore:
             self.spectra_path, lengths, journal.eigs, {key: str(value) for key, value in metadata.items() if value}
         )
         self._stats = None if stats is None else stats_frame(stats)  # made of λ that lie in the journal
-        self._write_table(rows)
+        layers = shown(rows, self.show_skipped)
+        self._write_table(layers)
         write_stats(self.out, self.stem, self.format, self._stats)
         for format in FORMATS:
             if format != self.format:
@@ -178,8 +181,8 @@ class ModelStore:
         ]
         run["finished_at"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._write_run(run)
-        self._rows = rows
-        update_summary(self.out, self.result().summary)
+        self._rows, self._result = rows, self._finished(rows, layers)
+        update_summary(self.out, self._result.summary)
         journal.remove()
         self._journal = None
         self.close()
@@ -199,15 +202,9 @@ class ModelStore:
                 spectra={},
                 files=(self.journal_path,),
             )
-        return make_result(
-            self.model_id,
-            self.revision,
-            self._rows,
-            show_skipped=self.show_skipped,
-            spectra=StoredSpectra(self.spectra_path) if self.spectra_path.exists() else {},
-            stats=self._stats,
-            files=(*self._own_files(), self.summary_path),
-        )
+        if self._result is None:
+            self._result = self._finished(self._rows)
+        return self._result
 
     def close(self) -> None:
         """Lets go of the files. Rows of an unfinished scan stay for the next run."""
@@ -276,7 +273,7 @@ class ModelStore:
         for values in run.get("skipped", ()):
             rows.insert(values["position"], Row(**{k: v for k, v in values.items() if k != "position"}))
         if table != self.table_path or not as_wanted:
-            self._write_table(rows)
+            self._write_table(shown(rows, self.show_skipped))
             self._write_run(run)
         self._stats = read_stats(self.out, self.stem)
         if self._stats is not None:
@@ -289,8 +286,19 @@ class ModelStore:
         update_summary(self.out, self.result().summary)
         return Begun("done", tuple(rows), table)
 
-    def _write_table(self, rows: Iterable[Row]) -> None:
-        layers = to_frame(row for row in rows if self.show_skipped or row.status != "skipped")
+    def _finished(self, rows: list[Row], layers: pl.DataFrame | None = None) -> Result:
+        return make_result(
+            self.model_id,
+            self.revision,
+            rows,
+            show_skipped=self.show_skipped,
+            spectra=StoredSpectra(self.spectra_path) if self.spectra_path.exists() else {},
+            stats=self._stats,
+            files=(*self._own_files(), self.summary_path),
+            layers=layers,
+        )
+
+    def _write_table(self, layers: pl.DataFrame) -> None:
         with atomic(self.table_path) as file:
             file.write(table_bytes(layers, self.format))
 

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
@@ -38,26 +39,34 @@ SCHEMA: Mapping[str, pl.DataType] = MappingProxyType({name: _POLARS[kind] for na
 _TEXT_DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str)}
 
 
+_KINDS = tuple(COLUMN_TYPES[name] for name in ROW_COLUMNS)
+_values = attrgetter(*ROW_COLUMNS)
+
+
 def row_values(row: Row) -> dict[str, Any]:
     """A row's values by column, as plain Python: numpy's numbers too, a number that isn't finite as None."""
-    return {name: plain_value(getattr(row, name), COLUMN_TYPES[name]) for name in ROW_COLUMNS}
+    return dict(zip(ROW_COLUMNS, map(plain_value, _values(row), _KINDS), strict=True))
 
 
 def plain_value(value: Any, kind: type) -> Any:
     """A value as plain Python of this type; a number that isn't finite as None."""
     if value is None:
         return None
-    value = kind(value)
-    if kind is float and not math.isfinite(value):
-        return None
-    # A name in a hostile header may hold half a surrogate pair, which no file can.
-    return value.encode("utf-8", "backslashreplace").decode() if kind is str else value
+    if type(value) is not kind:
+        value = kind(value)
+    if kind is float:
+        return value if math.isfinite(value) else None
+    if kind is str and not value.isascii():
+        # A name in a hostile header may hold half a surrogate pair, which no file can.
+        return value.encode("utf-8", "backslashreplace").decode()
+    return value
 
 
 def to_frame(rows: Iterable[Row]) -> pl.DataFrame:
     """A table with the columns and types of `SCHEMA`, in the order of `rows`."""
-    values = [row_values(row) for row in rows]
-    return pl.DataFrame({name: [row[name] for row in values] for name in ROW_COLUMNS}, schema=dict(SCHEMA))
+    columns = list(zip(*map(_values, rows), strict=True)) or [()] * len(ROW_COLUMNS)
+    plain = ([plain_value(value, kind) for value in column] for column, kind in zip(columns, _KINDS, strict=True))
+    return pl.DataFrame(dict(zip(ROW_COLUMNS, plain, strict=True)), schema=dict(SCHEMA))
 
 
 def to_rows(layers: pl.DataFrame) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def test_a_group_is_solved_once_and_then_kept(tmp_path: Path, monkeypatch: pytes
 
         def solved() -> list[tuple[Solved | Exception, float]]:
             found = solver.solve_many(pairs, "cuda:0")
-            return [(one.result() if isinstance(one, Future) else one, seconds) for one, seconds in found]
+            return [(one() if callable(one) else one, seconds) for one, seconds in found]
 
         first, again = solved(), solved()
     assert groups == ([12, 1] if active else [12, 12])
