@@ -75,6 +75,7 @@ class Pipeline:
     _exact: int = 0  # matrices of the shards opened so far
     _estimated: int = 0  # what the names of the shards opened so far had promised
     _whole: int | None = None  # matrices of all shards, once all headers are here
+    _plans: dict[TensorRef, _Plan] = field(default_factory=dict)  # made to count those; not yet made tasks of
     _opened: int = 0
     _closed: bool = False
     _counted: set[str] = field(default_factory=set)
@@ -95,7 +96,8 @@ class Pipeline:
         """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
         if self.checkpoint.complete:
             if self._whole is None:
-                self._whole = sum(self._count(self._plan(tensor)) for tensor in self.checkpoint.tensors())
+                self._plans = {tensor: self._plan(tensor) for tensor in self.checkpoint.tensors()}
+                self._whole = sum(map(self._count, self._plans.values()))
             return self._whole, True
         names = self.checkpoint.names
         if names is None:
@@ -111,7 +113,7 @@ class Pipeline:
 
     def _learn(self) -> None:
         known = self.checkpoint
-        self._whole = None
+        self._whole, self._plans = None, {}
         self._context = matrices.Context(
             config=known.config, names=known.names, options=self.options, hints=known.hints, table=self.table
         )
@@ -180,13 +182,13 @@ class Pipeline:
             self._opened = number
             state.kept = self.checkpoint.is_needed_later(ref.name)
             if self.checkpoint.config != self._context.config:  # a GGUF file tells it itself, once it is here
-                self._context = replace(self._context, config=self.checkpoint.config)
+                self._context, self._plans = replace(self._context, config=self.checkpoint.config), {}
             for tensor in shard.tensors:
                 seen.add(tensor.name)
                 self.numels[tensor.name] = tensor.numel
             if self._context.names is None and self.checkpoint.complete:
                 self._learn()
-            plans = {tensor.name: self._plan(tensor) for tensor in shard.tensors}
+            plans = {tensor.name: self._plans.pop(tensor, []) or self._plan(tensor) for tensor in shard.tensors}
             counts = {name: self._count(plan) for name, plan in plans.items()}
             self._exact += sum(counts.values())
             if not self.checkpoint.complete:
@@ -355,14 +357,8 @@ class Pipeline:
         spectrum, values, kept = outcome.value
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
-        row = self._row(
-            item,
-            **values,
-            solver=spectrum.solver,
-            precision=spectrum.precision,
-            device=spectrum.device,
-            seconds=round(outcome.seconds, 6),
-        )
+        values |= {"solver": spectrum.solver, "precision": spectrum.precision, "device": spectrum.device}
+        row = self._row(item, **values, seconds=round(outcome.seconds, 6))
         nbytes = 0 if outcome.key.kept else item.tensor.stored_nbytes
         return Analysed(row=row, spectrum=spectrum, nbytes=nbytes, kept=kept)
 
