@@ -165,7 +165,7 @@ class Pipeline:
                     for state in self._open.values():
                         state.shard.close()
                 wanted.close()
-                self._fitting.shutdown(cancel_futures=True)
+                self._fitting.shutdown()  # what is solved is kept, though nobody asks for it any more
                 if self.keep is not None:
                     self.keep.flush()
 

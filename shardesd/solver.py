@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from shardesd.keep import Recall, digest
 from shardesd.options import ScanOptions
 from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
 
+_T = TypeVar("_T")
 Solved = tuple[Spectrum, dict[str, Any], bool]
 """λ, the metric columns, and whether the λ are kept ones."""
 Solving = Solved | Callable[[], Solved]
@@ -120,7 +121,7 @@ class Solver:
             solved = {at: given for at, given in zip(left, done, strict=True) if not isinstance(given, Exception)}
             # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that feeds a GPU
             # would do so for as long as the GPU needs for the next ones.
-            fits = self.fitting.submit(self._all_finished, pairs, contents, solved)
+            fits = self._submit(self._all_finished, pairs, contents, solved)
             for at, given in zip(left, done, strict=True):
                 found[at] = (given, 0.0) if isinstance(given, Exception) else (partial(_of, fits, at), given.seconds)
         return [found[at] for at in range(len(pairs))]
@@ -207,6 +208,15 @@ class Solver:
             if not kept:
                 self.recall.put(content, item, spectrum)
         return self.measured(item, spectrum, kept=kept)
+
+    def _submit(self, work: Callable[..., _T], *given: Any) -> Future[_T]:
+        """Has `fitting` do it; at once where that has been shut down, since the scan has ended meanwhile."""
+        try:
+            return self.fitting.submit(work, *given)
+        except RuntimeError:
+            done: Future[_T] = Future()
+            done.set_result(work(*given))
+            return done
 
     def _all_finished(
         self, pairs: Sequence[tuple[MatrixRef, Shard]], contents: dict[str, str], solved: Mapping[int, Spectrum]

@@ -247,7 +247,7 @@ class SharedEngine(Engine):
         return run
 
     def _together(self, tasks: Sequence[Task[int, Any]], device: str) -> list[Outcome[int, Any]]:
-        """Each scan's part of a group by itself: only the scan knows what its tasks are."""
+        """Each scan's part of a group by itself: it alone knows what its tasks are, and they alone fail with it."""
         outcomes: dict[int, Outcome[int, Any]] = {}
         parts: dict[_Client, list[tuple[int, _Any]]] = {}
         for ticketed in tasks:
@@ -255,11 +255,14 @@ class SharedEngine(Engine):
             parts.setdefault(client, []).append((ticketed.key, task))
         for client, part in parts.items():
             if self._unwanted(client, device):
-                error = _NotHere()
-                outcomes |= {ticket: Outcome(key=ticket, error=error, device=device) for ticket, _ in part}
+                outcomes |= {ticket: Outcome(key=ticket, error=_NotHere(), device=device) for ticket, _ in part}
                 continue
             assert client.run_many is not None, "a group was offered without a way to solve it"
-            found = client.run_many([task for _, task in part], device)
+            try:
+                found = client.run_many([task for _, task in part], device)
+            except Exception as error:
+                outcomes |= {ticket: Outcome(key=ticket, error=error, device=device) for ticket, _ in part}
+                continue
             for (ticket, _), outcome in zip(part, found, strict=True):
                 outcomes[ticket] = replace(outcome, key=ticket)
         return [outcomes[ticketed.key] for ticketed in tasks]

@@ -1,11 +1,12 @@
 """Matrix → eigenvalues. Knows nothing of files, names or devices' queues."""
 
 from shardesd.spectra.eigen import batch_size, missing_batched, why_not_batched
+from shardesd.spectra.fortran import blas_threads
 from shardesd.spectra.gram import count_bytes, count_cuda
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
 from shardesd.spectra.tally import Part, Tallied
-from shardesd.spectra.worker import blas_threads, prepare_worker
+from shardesd.spectra.worker import prepare_worker
 
 __all__ = [
     "Part",

@@ -1,24 +1,63 @@
-"""BLAS and LAPACK routines by their own interface, without the interpreter's lock.
+"""BLAS and LAPACK routines by their own interface, without the interpreter's lock; and on how many threads.
 
 scipy publishes the routines of its own library for C callers (`scipy.linalg.cython_blas` and `cython_lapack`); ctypes
-releases the lock while it calls them.
+releases the lock while it calls them. That library takes long to load, and scans on GPUs seldom need it.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
+from typing import Any
+
+_loading = threading.Lock()
+_limits: list[tuple[ExitStack, int]] = []
+"""Of each `blas_threads` that is entered."""
+
+
+@contextmanager
+def blas_threads(threads: int, *, on_cpu: bool) -> Iterator[None]:
+    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting).
+
+    `on_cpu` says whether CPUs are to solve: then scipy's library is loaded now, and not by the first that needs it.
+    """
+    with ExitStack() as limits:
+        with _loading:
+            if on_cpu:
+                _library("cython_blas")
+            _limit(limits, threads)
+            _limits.append((limits, threads))
+        try:
+            yield
+        finally:
+            with _loading:
+                _limits.remove((limits, threads))
 
 
 @cache
 def routine(module: str, name: str, parameters: int) -> Callable[..., None]:
     """`name` of `scipy.linalg.module`, which takes the addresses of so many parameters."""
-    capsule = import_module(f"scipy.linalg.{module}").__pyx_capi__[name]
+    with _loading:
+        capsule = _library(module).__pyx_capi__[name]
+        if _limits:  # only what is loaded already could be limited
+            _limit(*_limits[-1])
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     address = pointer_of(capsule, name_of(capsule))
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * parameters)(address)
+
+
+def _library(module: str) -> Any:
+    return import_module(f"scipy.linalg.{module}")
+
+
+def _limit(limits: ExitStack, threads: int) -> None:
+    from threadpoolctl import threadpool_limits
+
+    limits.enter_context(threadpool_limits(threads, user_api="blas"))

@@ -205,7 +205,7 @@ class _Pack:
         """Puts the Gram of each into its place of `grams`; the equal ones that stand together, together."""
         import torch
 
-        if self._buffer is None:
+        if self._buffer is None or not self._members:  # none could be read
             return
         stored = self._staging.send(self._buffer[: self._end], grams.device)
         for run in _alike(self._members):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from shardesd.spectra import two_stage
@@ -52,17 +50,3 @@ def _free_stream(device: str) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     known.append((threading.current_thread(), stream))
     return stream
-
-
-@contextmanager
-def blas_threads(threads: int, *, on_cpu: bool) -> Iterator[None]:
-    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting).
-
-    `on_cpu` says whether CPUs are to solve. Only they need scipy's own BLAS, which takes long to load.
-    """
-    if on_cpu:
-        from scipy.linalg import cython_blas  # noqa: F401 (only what is loaded already can be limited)
-    from threadpoolctl import threadpool_limits
-
-    with threadpool_limits(threads, user_api="blas"):
-        yield

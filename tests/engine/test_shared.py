@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hub_server import wait_until
@@ -146,3 +146,43 @@ def test_groups_are_solved_by_the_scan_that_they_belong_to() -> None:
             thread.join(20)
     assert got == {1: [1] * 50, 2: [2] * 50}
     assert calls
+
+
+def test_a_scan_whose_part_of_a_group_raises_takes_no_other_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    mixed: list[set[int]] = []
+
+    def scan(engine: SharedEngine, number: int) -> list[Outcome[int, object]]:
+        def together(tasks: list[Task[int, object]], device: str) -> list[Outcome[int, object]]:
+            if number == 1:
+                raise RuntimeError("only this scan's")
+            return [Outcome(key=task.key, value=number, device=device) for task in tasks]
+
+        def tasks() -> Iterator[Task[int, object]]:
+            if number == 1:  # the only slot waits until both scans have some
+                yield Task(key=-1, run=lambda device: gate.wait(10), cost=1e9)
+            for i in range(50):
+                yield Task(key=i, run=lambda device: number, group="n", most=64)
+
+        return list(engine.map(tasks(), run_many=together))  # type: ignore[arg-type]
+
+    parts = SharedEngine._together
+
+    def noted(engine: SharedEngine, tasks: Sequence[Task[int, object]], device: str) -> list[Outcome[int, object]]:
+        mixed.append({id(engine._flying[task.key][0]) for task in tasks})
+        return parts(engine, tasks, device)
+
+    monkeypatch.setattr(SharedEngine, "_together", noted)
+    with shared((Device("cuda:0", slots=1),)) as engine:
+        got: dict[int, list[Outcome[int, object]]] = {}
+        threads = [threading.Thread(target=lambda n=n: got.update({n: scan(engine, n)})) for n in (1, 2)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: sum(client.pending > 20 for client in engine._clients) == 2)
+        gate.set()
+        for thread in threads:
+            thread.join(20)
+    assert any(len(clients) == 2 for clients in mixed), "no group held tasks of both"
+    assert [outcome.value for outcome in got[2]] == [2] * 50
+    assert len(got[1]) == 51
+    assert all(outcome.error is not None or outcome.value in (1, True) for outcome in got[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from gpu_on_cpu import pretend
 import shardesd
 from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import open_checkpoint
+from shardesd.errors import ShardChanged
 from shardesd.keep import Keep, Recall
 from shardesd.options import ScanOptions
 from shardesd.records import NO_MEMORY, MatrixRef, Spectrum
@@ -108,3 +111,66 @@ def test_what_a_fit_raises_costs_its_own_row(tmp_path: Path, monkeypatch: pytest
     assert len(failed) == 1
     assert failed["reason"][0].startswith(NO_MEMORY)
     assert len(layers) == len(bad)
+
+
+def test_a_group_whose_scan_has_ended_meanwhile_is_no_trouble(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a batch its part of a group may be solved after the scan was closed."""
+    folder = one_file(tmp_path / "model", random_weights(layers=2))
+    pretend(monkeypatch)
+    checkpoint = open_checkpoint(open_source(folder))
+    ref = checkpoint.shards[0]
+    pool = ThreadPoolExecutor(1)
+    pool.shutdown()
+    solver = Solver(ScanOptions(), Recall(None, ScanOptions()), 10**9, pool)
+    with checkpoint.open(ref, folder / ref.name) as shard:
+        context = matrices.Context(options=ScanOptions())
+        items = [item for tensor in shard.tensors for item in matrices.plan(tensor, context)]
+        pairs = [(item, shard) for item in items if isinstance(item, MatrixRef) and min(item.M, item.N) == 24]
+        found = solver.solve_many(pairs, "cuda:0")
+    assert len(found) == len(pairs) > 2
+    assert all(callable(one) and one()[0].eigs.size == 24 for one, _ in found)
+
+
+def test_what_is_solved_when_a_scan_is_closed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=80))
+    pretend(monkeypatch)
+    measure, compute_many = metrics.measure, spectra.compute_many
+    solved: list[int] = []
+
+    def slow(*given: Any, **more: Any) -> dict[str, Any]:
+        time.sleep(0.003)
+        return measure(*given, **more)
+
+    def counted(opened: Any, **how: Any) -> Any:
+        solved.append(len(opened))
+        return compute_many(opened, **how)
+
+    monkeypatch.setattr(metrics, "measure", slow)
+    monkeypatch.setattr(spectra, "compute_many", counted)
+    rows = shardesd.stream(folder, cache_dir=tmp_path / "kept")
+    for _ in range(3):
+        next(rows)
+    rows.close()
+    before = sum(solved)
+    assert before > 3
+    result = shardesd.scan(folder, cache_dir=tmp_path / "kept")
+    assert sum(solved) == len(result.layers), "some were solved twice"
+
+
+def test_a_file_that_changes_while_a_gpu_is_fed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"layers.{i}.q{n}.weight": rng.standard_normal((n, n)).astype(np.float32) for n in (24, 30) for i in (1, 2, 3)
+    }
+    folder = one_file(tmp_path / "model", tensors)
+    pretend(monkeypatch)
+    compute_many = spectra.compute_many
+
+    def cut(opened: Any, **how: Any) -> Any:
+        path = folder / "model.safetensors"
+        os.truncate(path, path.stat().st_size - 100)
+        return compute_many(opened, **how)
+
+    monkeypatch.setattr(spectra, "compute_many", cut)
+    with pytest.raises(ShardChanged, match="changed from"):
+        shardesd.scan(folder, cache=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -32,3 +33,30 @@ def test_all_blas_keep_to_their_threads_while_a_scan_goes_on(tmp_path: Path) -> 
     done = subprocess.run([sys.executable, "-c", LOOK, str(folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("seen") > 1
+
+
+LATE = """
+import numpy as np
+from shardesd import spectra
+from threadpoolctl import threadpool_info
+
+def found():
+    return {one["filepath"]: one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
+
+with spectra.blas_threads(1, on_cpu=False):
+    before = found()
+    from shardesd.spectra import lapack
+    lapack.eigvalsh(np.asfortranarray(np.eye(3)))
+    during = found()
+after = found()
+assert len(during) > len(before), "scipy's was loaded before"
+assert set(during.values()) == {1}, during
+assert not (set(after) - set(before)) or all(after[path] != 1 for path in after), (after, "not given back")
+"""
+
+
+def test_what_a_fallback_loads_keeps_to_them_too() -> None:
+    """A scan on GPUs loads scipy's library only when a CPU has to help."""
+    environment = os.environ | {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
