@@ -10,7 +10,7 @@ import numpy as np
 
 from shardesd import spectra
 from shardesd.checkpoint import Shard
-from shardesd.engine import Outcome, State
+from shardesd.engine import State
 from shardesd.errors import MatrixError, SourceError
 from shardesd.records import (
     NO_ANSWER,
@@ -24,7 +24,6 @@ from shardesd.records import (
     Spectrum,
     TensorRef,
 )
-from shardesd.solver import Solved, Solving
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,17 +97,6 @@ def not_counted(count: Count, shard: str, error: Exception) -> SourceError:
     names = f"'{count.tensors[0].name}'" + (f" and {more} more" if more else "")
     again = "run again to have them counted, what is done stays"
     return SourceError(f"the statistics of {names} in {shard} can't be had: {reason_of(error)}; {again}")
-
-
-def fitted(outcome: Outcome[Key, Solving]) -> Outcome[Key, Solved]:
-    """The outcome once its λ are fitted, waiting for that; an error where they can't be."""
-    value, error = outcome.value, outcome.error
-    if callable(value):
-        try:
-            value = value()
-        except Exception as failure:
-            value, error = None, failure
-    return Outcome(key=outcome.key, value=value, error=error, device=outcome.device, seconds=outcome.seconds)
 
 
 def engine_report(state: State[Key]) -> EngineReport:

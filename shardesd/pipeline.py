@@ -16,7 +16,7 @@ from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
 from shardesd.keep import Keep, Recall
-from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, fitted, not_counted, reason_of, sides
+from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import (
     NEEDS,
@@ -30,7 +30,7 @@ from shardesd.records import (
     Skip,
     TensorRef,
 )
-from shardesd.solver import Solved, Solver, Solving, factors
+from shardesd.solver import Solver, Solving, factors, settled
 from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
 from shardesd.wanted import Wanted
@@ -152,7 +152,7 @@ class Pipeline:
                         if outcome.error is not None:
                             uncounted = not_counted(outcome.key.item, outcome.key.shard, outcome.error)
                     else:
-                        analysed = self._analysed(outcome.key.item, fitted(outcome))
+                        analysed = self._analysed(outcome.key.item, outcome)
                         yield analysed
                         self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes, kept=analysed.kept))
                     self._left(outcome.key.shard, fetcher)
@@ -348,13 +348,13 @@ class Pipeline:
         if not (isinstance(key.item, Count) or key.kept):
             self.emit(MatrixStarted(longname=key.item.longname, device=device))
 
-    def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, Solved]) -> Analysed:
-        if outcome.value is None:
-            error = outcome.error
+    def _analysed(self, item: MatrixRef | Skip, outcome: Outcome[Key, Solving]) -> Analysed:
+        solved, error = settled(outcome.value, outcome.error)
+        if solved is None:
             if isinstance(error, CheckpointError | SourceError):
                 raise error
             return Analysed(row=self._row(item, status="failed", reason=reason_of(error)), spectrum=None, nbytes=0)
-        spectrum, values, kept = outcome.value
+        spectrum, values, kept = solved
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
         values |= {"solver": spectrum.solver, "precision": spectrum.precision, "device": spectrum.device}

@@ -240,6 +240,16 @@ def factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | No
     return shard.factors(item.tensor) if item.fold is None and item.slices == 1 else None
 
 
+def settled(solving: Solving | None, error: Exception | None) -> tuple[Solved | None, Exception | None]:
+    """What came of a matrix, once its λ are fitted: waits for that."""
+    if callable(solving):
+        try:
+            return solving(), None
+        except Exception as failure:
+            return None, failure
+    return solving, error
+
+
 def _of(fits: Future[dict[int, Solved | Exception]], at: int) -> Solved:
     found = fits.result()[at]
     if isinstance(found, Exception):
