@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from shardesd import matrices, spectra, ties
@@ -66,6 +66,7 @@ class Pipeline:
     """`Checkpoint.ties` among the tensors that the globs leave."""
     _owners: dict[str, str] = field(default_factory=dict)
     """Longname → the tensor that holds it, of all seen so far."""
+    _shared: dict[str, Any] = field(init=False)  # the template's values
     _recall: Recall = field(init=False)
     _fitting: ThreadPoolExecutor = field(init=False)
     _solver: Solver = field(init=False)
@@ -83,6 +84,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._learn()
+        self._shared = {one.name: getattr(self.template, one.name) for one in fields(Row)}
         self._ties = ties.among_left(self.checkpoint, self._context)
         self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
         gpus = sum(device.name != "cpu" for device in self.engine.devices)
@@ -375,7 +377,7 @@ class Pipeline:
             "reason": item.note if isinstance(item, MatrixRef) else item.reason,
             "quantised": item.tensor.quantised,
         }
-        return replace(self.template, **known | values)
+        return Row(**self._shared | known | values)
 
     def _skip(self, item: Skip) -> None:
         row = self._row(item, status="skipped")

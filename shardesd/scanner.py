@@ -234,7 +234,7 @@ class _Scan:
                     order=matrices.natural_key,
                     stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
                     provenance=self._provenance([device.name for device in devices]),
-                    amend=lambda row: replace(row, params=pipeline.params(row.longname, row.params)),
+                    amend=lambda row: _with_params(row, pipeline.params(row.longname, row.params)),
                 )
             self._emit(self._finished(counts, interrupted=self._stop.is_set()))
 
@@ -339,6 +339,10 @@ class _Scan:
             "bytes_read": self._nbytes,
             "peak_memory_bytes": peak_memory(),
         }
+
+
+def _with_params(row: Row, params: int) -> Row:
+    return row if row.params == params else replace(row, params=params)
 
 
 def _reasons(rows: Iterable[Row]) -> dict[str, int]:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 from shardesd.matrices.expressions import Unknown, holds, size
@@ -116,10 +117,11 @@ class Table:
 
     def __init__(self, rows: Iterable[Layout]) -> None:
         self.rows = tuple(rows)
+        self.named = lru_cache(maxsize=64)(self._named)
+        """The rows for a tensor of this name in such a model, whatever its sizes. Asked for each more than once."""
         self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
 
-    def named(self, longname: str, model_type: str) -> list[Layout]:
-        """The rows for a tensor of this name in such a model, whatever its sizes."""
+    def _named(self, longname: str, model_type: str) -> list[Layout]:
         if model_type not in self._by_model:
             self._by_model[model_type] = tuple(
                 (row, ends_with(row.names))

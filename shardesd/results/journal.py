@@ -29,6 +29,7 @@ from shardesd.results.tables import row_values
 SYNC_INTERVAL = 0.05
 """Seconds between two syncs of the disk, at the least."""
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
+_EIGS = b',"eigs":"'  # a line's last value
 _PREFIX = len('{"crc":"00000000",')
 
 
@@ -116,12 +117,10 @@ class Journal:
         """The λ of one row, read back from the file."""
         place = self._places[longname]
         with named_errors(self.path):
-            os.lseek(self._handle, place.offset, os.SEEK_SET)
-            with os.fdopen(os.dup(self._handle), "rb") as file:
-                content = _content(file.read(place.length))
-        if content is None:
+            body = _body(_read_at(self._handle, place.length, place.offset))
+        if body is None:
             raise ResultsError(f"the row of {longname} can't be read back from {self.path}; run the same command again")
-        return _decoded(content["eigs"])
+        return _decoded(body[body.rindex(_EIGS) + len(_EIGS) : -len(b'"}')])
 
     def close(self) -> None:
         if self._handle >= 0:
@@ -183,16 +182,24 @@ def _line(content: dict[str, Any]) -> bytes:
     return b'{"crc":"%08x",' % zlib.crc32(body) + body + b"\n"
 
 
+def _body(line: bytes) -> bytes | None:
+    """What its checksum is of; None where the line is torn or damaged."""
+    head, body = line[:_PREFIX], line[_PREFIX:-1]
+    return body if line.endswith(b"\n") and head == b'{"crc":"%08x",' % zlib.crc32(body) else None
+
+
 def _content(line: bytes) -> dict[str, Any] | None:
     """What a line says; None where it is torn or damaged."""
-    if not line.endswith(b"\n"):
-        return None
-    head, body = line[:_PREFIX], line[_PREFIX:-1]
-    if head != b'{"crc":"%08x",' % zlib.crc32(body):
-        return None
-    content: dict[str, Any] = json.loads(b"{" + body)
-    return content
+    body = _body(line)
+    return None if body is None else dict(json.loads(b"{" + body))
 
 
-def _decoded(text: str) -> np.ndarray:
+def _read_at(handle: int, length: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(handle, length, offset)
+    os.lseek(handle, offset, os.SEEK_SET)  # Windows
+    return os.read(handle, length)
+
+
+def _decoded(text: str | bytes) -> np.ndarray:
     return np.frombuffer(base64.b64decode(text), dtype="<f8")
