@@ -35,6 +35,8 @@ def discover(choice: str, gpu_memory_fraction: float) -> tuple[Device, ...]:
     """
     if choice == "cpu":
         return (cpu_device(),)
+    if choice == "auto" and not _may_have_gpus():
+        return (cpu_device(),)
     import torch
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -49,6 +51,17 @@ def discover(choice: str, gpu_memory_fraction: float) -> tuple[Device, ...]:
         if int(name.removeprefix("cuda:")) >= count:
             raise OptionError(f"--device '{name}': this machine has cuda:0 … cuda:{count - 1}")
     return tuple(_gpu(name, gpu_memory_fraction) for name in names)
+
+
+def _may_have_gpus() -> bool:
+    """Whether torch, which takes a second to import, is worth asking: not on Linux without CUDA's driver or ROCm's."""
+    if not sys.platform.startswith("linux") or Path("/dev/kfd").exists():
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def has_context(index: int) -> bool:

@@ -2,7 +2,9 @@
 
 1. `two_stage`: our own batched kernels, where float64 is fast and the package cuda-core is installed.
 2. `cusolver`: cuSOLVER's batched solver, for small matrices.
-3. torch.linalg.eigvalsh, one at a time but for the tiniest; on a CPU that, or `lapack` where it is faster.
+3. torch.linalg.eigvalsh, one at a time but for the tiniest.
+
+On a CPU, one at a time: torch's (`torch_cpu`), or `lapack` where that is faster.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardesd.records import Routine
-from shardesd.spectra import cusolver, lapack, two_stage
+from shardesd.spectra import cusolver, lapack, torch_cpu, two_stage
 from shardesd.spectra.policy import FAST_RATIO, in_one_line, single_to_double_ratio, trouble
 
 if TYPE_CHECKING:
@@ -37,19 +39,19 @@ class Eigenvalues(NamedTuple):
     """Rows that failed the batched solver's check, and are `torch.linalg.eigvalsh`'s."""
 
 
-def eigvalsh(gram_NN: torch.Tensor) -> Eigenvalues:
-    """Of one symmetric matrix, a batch of one, which may be overwritten; its lower triangle is read.
+def eigvalsh_cpu(gram_NN: np.ndarray) -> Eigenvalues:
+    """Of one symmetric matrix in F order, a batch of one, which may be overwritten; its lower triangle is read."""
+    n = gram_NN.shape[0]
+    eigs_N = (lapack if lapack.faster(n) else torch_cpu).eigvalsh(gram_NN)
+    return Eigenvalues(np.full((1, n), np.nan) if eigs_N is None else eigs_N[None].astype(np.float64), "eigvalsh")
 
-    On a CPU it is in F order.
-    """
+
+def eigvalsh(gram_NN: torch.Tensor) -> Eigenvalues:
+    """Of one symmetric matrix on a GPU, a batch of one; its lower triangle is read."""
     import torch
 
-    n = gram_NN.shape[0]
-    if gram_NN.device.type == "cuda" and _two_stage_takes(gram_NN.device, n, 1):
+    if gram_NN.device.type == "cuda" and _two_stage_takes(gram_NN.device, gram_NN.shape[0], 1):
         return eigvalsh_many(gram_NN.unsqueeze(0))
-    if gram_NN.device.type == "cpu" and lapack.faster(n):
-        eigs_N = lapack.eigvalsh(gram_NN.numpy())
-        return Eigenvalues(np.full((1, n), np.nan) if eigs_N is None else eigs_N[None].astype(np.float64), "eigvalsh")
     return Eigenvalues(_or_nan(gram_NN).to("cpu", torch.float64).numpy()[None], "eigvalsh")
 
 

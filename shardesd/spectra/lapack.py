@@ -1,7 +1,8 @@
 """Eigenvalues by scipy's own LAPACK (OpenBLAS), where that is faster than torch's (MKL).
 
 MKL is made for Intel's processors. On an AMD EPYC (Zen 4), one core, float64, OpenBLAS takes 0.68 of its time at
-n = 384, 0.57 at 1024 and 0.88 at 2048; below 200 and above 2048 MKL is faster there, too (docs/performance.md).
+n = 384, 0.57 at 1024 and 0.88 at 2048. Above, MKL is faster there, too; below 200 by some microseconds, which don't
+make up for the second that torch takes to import (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 
 from shardesd.spectra.fortran import routine
 
-_FASTER = range(192, 2049)
+_LARGEST_N = 2048
 
 
 def faster(n: int) -> bool:
     """Whether `eigvalsh` is faster than torch's on this machine. By rule, not by measuring: λ depend on the answer by
     rounding, and should not from run to run."""
-    return n in _FASTER and _mkl_on_amd()
+    return n <= _LARGEST_N and _on_amd()
 
 
 def eigvalsh(gram_NN: np.ndarray) -> np.ndarray | None:
@@ -53,10 +54,8 @@ def eigvalsh(gram_NN: np.ndarray) -> np.ndarray | None:
 
 
 @cache
-def _mkl_on_amd() -> bool:
-    import torch
-
-    return "AuthenticAMD" in _processor() and bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
+def _on_amd() -> bool:
+    return "AuthenticAMD" in _processor()
 
 
 def _processor() -> str:

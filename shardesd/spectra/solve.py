@@ -18,10 +18,11 @@ import numpy as np
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Routine, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
-from shardesd.spectra.eigen import eigvalsh, eigvalsh_many
+from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.tally import Tallies
+from shardesd.spectra.torch_cpu import svdvals
 
 if TYPE_CHECKING:
     import torch
@@ -171,8 +172,6 @@ def _one(
     matrix: Matrix, solver: str, precision: Precision, device: str, resolve: float
 ) -> tuple[np.ndarray, Routine, bool]:
     """λ, what computed them, and whether a batched solver's were denied before."""
-    import torch
-
     if solver == "svd":
         return _svd(matrix, precision, device), "svd", False
     n = min(matrix.shape)
@@ -180,12 +179,16 @@ def _one(
         filled = _gram_cpu(matrix, precision)
         if filled is None:
             return np.zeros(n), "eigvalsh", False
-        gram, exponent = filled
+        gram_NN, exponent = filled
+        (eigs,), routine, again = eigvalsh_cpu(gram_NN)
+        del gram_NN, filled
     else:
+        import torch
+
         gram = torch.empty((n, n), dtype=getattr(torch, precision), device=device)
         exponent = _fill(matrix, gram, precision)
-    (eigs,), routine, again = eigvalsh(gram)
-    del gram
+        (eigs,), routine, again = eigvalsh(gram)
+        del gram
     eigs = _scaled(np.maximum(eigs, 0.0), 2 * exponent)
     if np.isnan(eigs).any() and solver == "gram":
         raise MatrixError(_DIVERGED)
@@ -194,18 +197,14 @@ def _one(
     return eigs, "eigvalsh" if again else routine, bool(again)
 
 
-def _gram_cpu(matrix: Matrix, precision: Precision) -> tuple[torch.Tensor, int] | None:
+def _gram_cpu(matrix: Matrix, precision: Precision) -> tuple[np.ndarray, int] | None:
     """The Gram of W·2**-exponent, with exponent 0 unless the Gram would over- or underflow; None where W is zero."""
-    import torch
-
     with np.errstate(over="ignore", invalid="ignore"):
         gram = gram_cpu(matrix, np.dtype(precision))
         if _in_range(float(np.trace(gram, dtype=np.float64)), precision):
-            return torch.from_numpy(gram), 0
+            return gram, 0
         exponent = _exponent(matrix)
-        return (
-            None if exponent is None else (torch.from_numpy(gram_cpu(matrix, np.dtype(precision), exponent)), exponent)
-        )
+        return None if exponent is None else (gram_cpu(matrix, np.dtype(precision), exponent), exponent)
 
 
 def _fill(matrix: Matrix, gram: torch.Tensor, precision: Precision) -> int:
@@ -249,18 +248,15 @@ def drowned(eigs: np.ndarray, solver: str, precision: Precision, resolve: float)
 
 
 def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
-    import torch
-
     exponent = _exponent(matrix)
     if exponent is None:
         return np.zeros(min(matrix.shape))
     W_MN = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
     np.ldexp(W_MN, -exponent, out=W_MN)
-    try:
-        sigma = torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        raise MatrixError("its singular values did not converge") from None
-    return _scaled(sigma.to("cpu", torch.float64).flip(0).numpy() ** 2, 2 * exponent)
+    sigma = svdvals(W_MN, precision, device)
+    if sigma is None:
+        raise MatrixError("its singular values did not converge")
+    return _scaled(sigma[::-1].astype(np.float64) ** 2, 2 * exponent)
 
 
 def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:

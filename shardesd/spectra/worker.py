@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from shardesd.spectra import two_stage
+from shardesd.spectra import torch_cpu, two_stage
 from shardesd.spectra.policy import choose_precision
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ def prepare_worker(device: str, threads: int) -> None:
 
     Raises what CUDA raises where the device can't be used.
     """
-    import torch
-
-    torch.set_num_threads(threads)
+    torch_cpu.set_threads(threads)
     if device != "cpu":
+        import torch
+
+        torch.set_num_threads(threads)
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
             if not _loaded and choose_precision("auto", device) == "float64":

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardesd import spectra
 from shardesd.errors import MatrixError
 from shardesd.records import Spectrum
-from shardesd.spectra import gram
+from shardesd.spectra import gram, lapack
 
 
 class Array:
@@ -142,11 +142,14 @@ def test_an_all_zero_matrix_is_refused(solver: str) -> None:
         spectra.compute([Array(np.zeros((5, 4), np.float32))], solver=solver)
 
 
-def test_no_convergence_falls_back_to_the_svd(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["torch", "scipy"])
+def test_no_convergence_falls_back_to_the_svd(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     def diverge(gram: torch.Tensor) -> torch.Tensor:
         raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
 
     monkeypatch.setattr(torch.linalg, "eigvalsh", diverge)
+    monkeypatch.setattr(lapack, "eigvalsh", lambda gram: None)
+    monkeypatch.setattr(lapack, "_on_amd", lambda: by == "scipy")
     W_MN = np.random.default_rng(6).standard_normal((12, 7))
     assert check(W_MN, solver="auto").solver == "svd"
     with pytest.raises(MatrixError, match="did not converge"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import one_file
+from checkpoints import one_file, random_weights
 
 import shardesd
 from shardesd.spectra import eigen, lapack
@@ -38,24 +40,44 @@ def test_the_eigenvalues_are_numpys(n: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mkl", "processor", "n", "taken"),
+    ("processor", "n", "taken"),
     [
-        (True, "vendor_id\t: AuthenticAMD", 384, True),
-        (True, "AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", 2048, True),
-        (True, "vendor_id\t: AuthenticAMD", 2049, False),
-        (True, "vendor_id\t: AuthenticAMD", 64, False),
-        (True, "vendor_id\t: GenuineIntel", 384, False),
-        (False, "vendor_id\t: AuthenticAMD", 384, False),
-        (False, "arm", 384, False),
+        ("vendor_id\t: AuthenticAMD", 1, True),
+        ("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", 2048, True),
+        ("vendor_id\t: AuthenticAMD", 2049, False),
+        ("vendor_id\t: GenuineIntel", 384, False),
+        ("arm", 384, False),
     ],
 )
-def test_it_is_taken_where_torch_has_mkl_on_amd(
-    monkeypatch: pytest.MonkeyPatch, mkl: bool, processor: str, n: int, taken: bool
-) -> None:
-    monkeypatch.setattr(lapack, "_mkl_on_amd", lapack._mkl_on_amd.__wrapped__)
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+def test_it_is_taken_on_amd(monkeypatch: pytest.MonkeyPatch, processor: str, n: int, taken: bool) -> None:
+    monkeypatch.setattr(lapack, "_on_amd", lapack._on_amd.__wrapped__)
     monkeypatch.setattr(lapack, "_processor", lambda: processor)
     assert lapack.faster(n) is taken
+
+
+WITHOUT_TORCH = """
+import sys
+from shardesd.spectra import lapack
+lapack._processor = lambda: "AuthenticAMD"
+from shardesd.cli import app
+try:
+    app(["scan", sys.argv[1], "--out", sys.argv[2], "--no-cache", "--device", sys.argv[3], "--stats"])
+except SystemExit as end:
+    assert not end.code, end.code
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_scan_on_a_cpu_does_without_torch(tmp_path: Path, device: str) -> None:
+    """It takes a second to import, and more memory than small models."""
+    if device == "auto" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    folder = one_file(tmp_path / "model", random_weights(size=40))
+    words = [sys.executable, "-c", WITHOUT_TORCH, str(folder), str(tmp_path / "out"), device]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "summary.csv").exists()
 
 
 def test_a_scan_gives_the_same_whichever_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +93,9 @@ def test_a_scan_gives_the_same_whichever_is_taken(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(lapack, "eigvalsh", noted)
     found = {}
-    for mkl_on_amd in (True, False):
-        monkeypatch.setattr(lapack, "_mkl_on_amd", lambda answer=mkl_on_amd: answer)
-        found[mkl_on_amd] = shardesd.scan(folder, device="cpu", cache=False).spectra
+    for on_amd in (True, False):
+        monkeypatch.setattr(lapack, "_on_amd", lambda answer=on_amd: answer)
+        found[on_amd] = shardesd.scan(folder, device="cpu", cache=False).spectra
         assert len(called) == 2
     for name, W in tensors.items():
         expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
@@ -84,6 +106,6 @@ def test_a_scan_gives_the_same_whichever_is_taken(tmp_path: Path, monkeypatch: p
 def test_what_does_not_converge_is_left_to_the_svd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lapack, "faster", lambda n: True)
     monkeypatch.setattr(lapack, "eigvalsh", lambda G: None)
-    found = eigen.eigvalsh(torch.from_numpy(gram(5, np.float64, "random")))
+    found = eigen.eigvalsh_cpu(gram(5, np.float64, "random"))
     assert np.isnan(found.eigs).all()
     assert found.eigs.shape == (1, 5)

@@ -377,12 +377,12 @@ def test_the_provenance_counts_what_computed_the_eigenvalues(tmp_path: Path, mon
     assert (kept["rows_kept"], kept["eigensolvers"]) == (4, {}), "they were computed in another run"
     svd = provenance(model, tmp_path / "svd", solver="svd", cache=False)
     assert svd["eigensolvers"] == {"svd": 4}
-    eigvalsh = eigen.eigvalsh
+    eigvalsh = eigen.eigvalsh_cpu
 
-    def denied(gram: torch.Tensor) -> eigen.Eigenvalues:
+    def denied(gram: np.ndarray) -> eigen.Eigenvalues:
         return eigvalsh(gram)._replace(routine="two_stage", again=[0])
 
-    monkeypatch.setattr("shardesd.spectra.solve.eigvalsh", denied)
+    monkeypatch.setattr("shardesd.spectra.solve.eigvalsh_cpu", denied)
     again = provenance(model, tmp_path / "denied", cache=False)
     assert (again["eigensolvers"], again["recomputed"]) == ({"eigvalsh": 4}, 4)
 

@@ -134,7 +134,7 @@ def alone(fake: list[int], monkeypatch: pytest.MonkeyPatch) -> set[int]:
         return torch.full_like(eigs, 12345.0) if bad else eigs, torch.tensor([two_stage.TRACE if bad else 0])
 
     monkeypatch.setattr(two_stage, "eigvalsh_batched", solver)
-    monkeypatch.setattr(solve, "eigvalsh", lambda gram: eigen.eigvalsh_many(gram[None]))
+    monkeypatch.setattr(solve, "eigvalsh_cpu", lambda gram: eigen.eigvalsh_many(torch.from_numpy(gram[None].copy())))
     return denied
 
 
