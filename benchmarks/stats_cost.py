@@ -1,8 +1,9 @@
 """What ``--stats`` adds to the time of a scan: pairs of scans, with and without, one after the other.
 
-    python benchmarks/stats_cost.py [--pairs 11] [--device cpu] [--shape minilm] [--shape llama] [--shape moe]
+    python benchmarks/stats_cost.py [--pairs 11] [--device cpu] [--shape command] [--shape minilm] [--shape llama] …
 
-All in one process, whose imports and first scan are not counted; the pair's order changes from pair to pair. Printed
+`command` is `shardesd scan` as a user runs it, a process each time. The others are scans in one process, whose imports
+and first scan are not counted. The pair's order changes from pair to pair. Printed
 are medians: seconds without, seconds with, and of the pairs' ratios; and the same ratio of CPU seconds, which other
 work on the machine disturbs less.
 """
@@ -10,7 +11,10 @@ work on the machine disturbs less.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -33,6 +37,15 @@ def scan(folder: Path, device: str, stats: bool) -> tuple[float, float]:
     return seconds
 
 
+def command(folder: Path, device: str, stats: bool) -> tuple[float, float]:
+    """As `scan`, of the whole command."""
+    words = [sys.executable, "-m", "shardesd", "scan", str(folder), "--device", device, "--no-cache", "--quiet"]
+    with tempfile.TemporaryDirectory() as out:
+        started, used = time.perf_counter(), sum(os.times()[2:4])
+        subprocess.run([*words, "--out", out, *(["--stats"] if stats else [])], check=True, capture_output=True)
+        return time.perf_counter() - started, sum(os.times()[2:4]) - used
+
+
 def shapes(root: Path) -> dict[str, tuple[str, Callable[[], Path]]]:
     """Name → what it is, and how it is made."""
 
@@ -45,6 +58,7 @@ def shapes(root: Path) -> dict[str, tuple[str, Callable[[], Path]]]:
         return root / "moe"
 
     return {
+        "command": ("the command, MiniLM", minilm),
         "minilm": ("MiniLM, float32", minilm),
         "llama": ("Llama shape: 4 layers of 1024, MLP 2816, 32000 tokens, bf16", llama),
         "moe": ("48 experts of 768 × 2048 in a stack, bf16", moe),
@@ -55,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", action="append", choices=["minilm", "llama", "moe"])
+    parser.add_argument("--shape", action="append", choices=["command", "minilm", "llama", "moe"])
     given = parser.parse_args()
     print(f"{'checkpoint':<64}{'without':>9}{'with':>9}{'ratio':>8}{'CPU':>8}", flush=True)
     with tempfile.TemporaryDirectory() as root:
@@ -67,11 +81,12 @@ def main() -> None:
             except NotFound as missing:
                 print(f"{text:<64}left out: {missing}", flush=True)
                 continue
-            scan(folder, given.device, True)
+            run = command if name == "command" else scan
+            run(folder, given.device, True)
             pairs = []
             for i in range(given.pairs):
-                first = scan(folder, given.device, i % 2 == 1)
-                second = scan(folder, given.device, i % 2 == 0)
+                first = run(folder, given.device, i % 2 == 1)
+                second = run(folder, given.device, i % 2 == 0)
                 pairs.append((first, second) if i % 2 == 0 else (second, first))
             off, on = (statistics.median(pair[k][0] for pair in pairs) for k in (0, 1))
             ratio, cpu = (statistics.median(pair[1][k] / pair[0][k] for pair in pairs) for k in (0, 1))
