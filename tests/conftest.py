@@ -11,6 +11,12 @@ os.environ.update(HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_DISABLE_TELEMETRY="1"
 os.environ.pop("HF_TOKEN", None)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_users_caches(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Nor does what is made for a whole module: λ that another version has kept differ in their last digit."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("user-cache"))
+
+
 @pytest.fixture(autouse=True)
 def _own_caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test sees λ that another one, or the user, has kept."""

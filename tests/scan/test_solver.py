@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from checkpoints import one_file, random_weights
 from gpu_on_cpu import pretend
+from polars.testing import assert_frame_equal
 
 import shardesd
 from shardesd import matrices, metrics, spectra
@@ -89,7 +90,8 @@ def test_the_thread_that_feeds_a_gpu_fits_nothing(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(metrics, "measure", noted)
     found = shardesd.scan(folder, cache=False).layers
     assert threads == {"shardesd-fits"}
-    assert found.drop("device", "seconds").equals(expected.drop("device", "seconds"))
+    # What takes a GPU's place here is torch, which may not be what solves on this CPU.
+    assert_frame_equal(found.drop("device", "seconds"), expected.drop("device", "seconds"))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardesd-fits")]
 
 
