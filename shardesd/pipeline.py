@@ -87,8 +87,7 @@ class Pipeline:
         self._shared = {one.name: getattr(self.template, one.name) for one in fields(Row)}
         self._ties = ties.among_left(self.checkpoint, self._context)
         self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
-        gpus = sum(device.name != "cpu" for device in self.engine.devices)
-        self._fitting = ThreadPoolExecutor(max(1, gpus), thread_name_prefix="shardesd-fits")
+        self._fitting = ThreadPoolExecutor(max(1, self.engine.gpus), thread_name_prefix="shardesd-fits")
         self._solver = Solver(self.options, self._recall, self.engine.budget, self._fitting, self._counter)
         self._wanted = Wanted(
             self.checkpoint, self.options, self._plan, matrices.may_be_tied, self._recall, self.done, self.emit
@@ -283,7 +282,7 @@ class Pipeline:
             and not (self.options.delta and factors(item, shard))
         }
         in_pieces = shard.in_blocks(tensor) and not self.options.delta
-        on_gpus = any(device.name != "cpu" for device in self.engine.devices)
+        on_gpus = in_pieces and self.engine.gpus > 0
         self._counted |= self.statistics.expect(tensor, items, read, in_pieces=in_pieces, on_gpus=on_gpus)
         yield from self._counts_alone(shard, rest=False)
 
@@ -359,8 +358,8 @@ class Pipeline:
         spectrum, values, kept = solved
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
-        values |= {"solver": spectrum.solver, "precision": spectrum.precision, "device": spectrum.device}
-        row = self._row(item, **values, seconds=round(outcome.seconds, 6))
+        by = {"solver": spectrum.solver, "precision": spectrum.precision, "device": spectrum.device}
+        row = self._row(item, **values, **by, seconds=round(outcome.seconds, 6))
         nbytes = 0 if outcome.key.kept else item.tensor.stored_nbytes
         return Analysed(row=row, spectrum=spectrum, nbytes=nbytes, kept=kept)
 

@@ -79,8 +79,8 @@ class Statistics:
     ) -> set[str]:
         """Note a tensor and what it holds, of which the matrices in `read` (longnames) will be read.
 
-        Gives the longnames that are to be read by way of `counting`; what none of them reads goes into `tasks`: for
-        GPUs, where there are some and it can be sent in pieces and is large.
+        Gives the longnames that are to be read by way of `counting`; what none of them reads goes into `tasks`: where
+        it is large and may be sent to one (`on_gpus`), for GPUs.
         """
         ranges: dict[_Range, TensorRef] = {}
         carriers: dict[_Range, str] = {}
@@ -92,9 +92,13 @@ class Statistics:
         codes = bool(tensor.problem) or any(matrices.holds_codes(item) for item in items)
         readable = tensor.numel > 0 and can_count(tensor.dtype) and not codes
         rest = [ref for at, ref in ranges.items() if readable and at not in carriers]
-        sent = [ref for ref in rest if on_gpus and in_pieces and _gpu_counts(ref)]
-        rest = [ref for ref in rest if ref not in sent]
-        alone = [piece for ref in rest for piece in (pieces(ref, PIECE_BYTES) if in_pieces else (ref,))]
+        sent: list[TensorRef] = []
+        alone: list[TensorRef] = []
+        for ref in rest:
+            if on_gpus and _gpu_counts(ref):
+                sent.append(ref)
+            else:
+                alone += pieces(ref, PIECE_BYTES) if in_pieces else (ref,)
         whole = all(isinstance(item, MatrixRef) for item in items)
         with self._lock:
             self._tensors[tensor.name] = _Tensor(

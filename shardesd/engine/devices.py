@@ -55,25 +55,25 @@ def discover(choice: str, gpu_memory_fraction: float) -> tuple[Device, ...]:
 
 def _may_have_gpus() -> bool:
     """Whether torch, which takes a second to import, is worth asking: not on Linux without CUDA's driver or ROCm's."""
-    if not sys.platform.startswith("linux") or Path("/dev/kfd").exists():
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
+    return not sys.platform.startswith("linux") or Path("/dev/kfd").exists() or _cuda_driver() is not None
 
 
 def has_context(index: int) -> bool:
     """Whether this process, whose torch has started CUDA, has a driver's context on that device: half a gigabyte."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _cuda_driver()
+    if driver is None:
         return True
     device, flags, active = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int()
     if driver.cuDeviceGet(ctypes.byref(device), index):
         return True
     return bool(driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) or active.value)
+
+
+def _cuda_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
 
 
 def cpu_device() -> Device:

@@ -59,6 +59,11 @@ class Engine:
         self.notice = notice
         self.reach = reach
 
+    @property
+    def gpus(self) -> int:
+        """How many of its devices are GPUs."""
+        return sum(device.name != "cpu" for device in self.devices)
+
     def map(
         self,
         tasks: Iterable[Task[K, T]],
@@ -74,8 +79,7 @@ class Engine:
         of `tasks` itself is raised here when the tasks before it are done. `on_state` is called now and then, from the
         caller's thread.
         """
-        on_gpus = any(device.name != "cpu" for device in self.devices)
-        with quick_turns() if on_gpus else nullcontext():
+        with quick_turns() if self.gpus else nullcontext():
             run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
             try:
                 yield from run.outcomes(on_state)

@@ -4,7 +4,7 @@
 2. `cusolver`: cuSOLVER's batched solver, for small matrices.
 3. torch.linalg.eigvalsh, one at a time but for the tiniest.
 
-On a CPU, one at a time: torch's (`torch_cpu`), or `lapack` where that is faster.
+On a CPU, one at a time: torch's, or `lapack` where that is faster.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from shardesd.records import Routine
-from shardesd.spectra import cusolver, lapack, torch_cpu, two_stage
+from shardesd.spectra import cusolver, lapack, two_stage
 from shardesd.spectra.policy import FAST_RATIO, in_one_line, single_to_double_ratio, trouble
+from shardesd.spectra.worker import loaded_torch
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +43,13 @@ class Eigenvalues(NamedTuple):
 def eigvalsh_cpu(gram_NN: np.ndarray) -> Eigenvalues:
     """Of one symmetric matrix in F order, a batch of one, which may be overwritten; its lower triangle is read."""
     n = gram_NN.shape[0]
-    eigs_N = (lapack if lapack.faster(n) else torch_cpu).eigvalsh(gram_NN)
-    return Eigenvalues(np.full((1, n), np.nan) if eigs_N is None else eigs_N[None].astype(np.float64), "eigvalsh")
+    if lapack.faster(n):
+        eigs_N = lapack.eigvalsh(gram_NN)
+        if eigs_N is None:
+            eigs_N = np.full(n, np.nan)
+    else:
+        eigs_N = _or_nan(loaded_torch().from_numpy(gram_NN)).numpy()
+    return Eigenvalues(eigs_N[None].astype(np.float64), "eigvalsh")
 
 
 def eigvalsh(gram_NN: torch.Tensor) -> Eigenvalues:

@@ -22,7 +22,7 @@ from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.tally import Tallies
-from shardesd.spectra.torch_cpu import svdvals
+from shardesd.spectra.worker import loaded_torch
 
 if TYPE_CHECKING:
     import torch
@@ -253,10 +253,12 @@ def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
         return np.zeros(min(matrix.shape))
     W_MN = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
     np.ldexp(W_MN, -exponent, out=W_MN)
-    sigma = svdvals(W_MN, precision, device)
-    if sigma is None:
-        raise MatrixError("its singular values did not converge")
-    return _scaled(sigma[::-1].astype(np.float64) ** 2, 2 * exponent)
+    torch = loaded_torch()
+    try:
+        sigma = torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
+    except torch.linalg.LinAlgError:
+        raise MatrixError("its singular values did not converge") from None
+    return _scaled(sigma.to("cpu", torch.float64).flip(0).numpy() ** 2, 2 * exponent)
 
 
 def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:

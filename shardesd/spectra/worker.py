@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardesd.spectra import torch_cpu, two_stage
+from shardesd.spectra import two_stage
 from shardesd.spectra.policy import choose_precision
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ _first = threading.Lock()
 _loaded: list[str] = []
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
 """Of each device, with the thread that uses or used it."""
+_local = threading.local()
+"""The threads that a solve of this thread may use, until torch is told."""
 
 
 def prepare_worker(device: str, threads: int) -> None:
@@ -22,11 +25,9 @@ def prepare_worker(device: str, threads: int) -> None:
 
     Raises what CUDA raises where the device can't be used.
     """
-    torch_cpu.set_threads(threads)
+    _local.threads = threads
     if device != "cpu":
-        import torch
-
-        torch.set_num_threads(threads)
+        torch = loaded_torch()
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
             if not _loaded and choose_precision("auto", device) == "float64":
@@ -37,6 +38,20 @@ def prepare_worker(device: str, threads: int) -> None:
                 _loaded.append(device)
             stream = _free_stream(device)
         torch.cuda.set_stream(stream)
+
+
+def loaded_torch() -> ModuleType:
+    """torch, which takes a second to import: a CPU's solves ask for it only where they need it (`lapack`).
+
+    It keeps to the threads that `prepare_worker` has allowed the calling thread.
+    """
+    import torch
+
+    threads = getattr(_local, "threads", None)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        _local.threads = None
+    return torch
 
 
 def _free_stream(device: str) -> torch.cuda.Stream:

@@ -13,9 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from hub_server import wait_until
 
 from shardesd.checkpoint import crew as crew_module
 from shardesd.checkpoint.crew import Crew, readers
+
+
+class Buffer:
+    """What a reference tells to be gone."""
 
 
 def test_every_item_once_whoever_takes_it() -> None:
@@ -131,9 +136,6 @@ def test_ctrl_c_at_any_line_waits_for_the_others(nth: int) -> None:
 def test_memory_is_free_after_an_error() -> None:
     crew = Crew(2)
 
-    class Buffer:
-        pass
-
     buffer = Buffer()
     gone = weakref.ref(buffer)
 
@@ -146,10 +148,7 @@ def test_memory_is_free_after_an_error() -> None:
         with suppress(OSError):
             crew.each(fail, range(9))
         del buffer, fail
-        until = time.monotonic() + 10
-        while gone() is not None and time.monotonic() < until:
-            time.sleep(0.01)
-        assert gone() is None
+        assert wait_until(lambda: gone() is None, 10)
     finally:
         gc.enable()
 
@@ -168,9 +167,6 @@ def test_a_crew_that_is_stuck_keeps_nothing_of_others() -> None:
     first = threading.Thread(target=crew.each, args=(hang, range(2)))
     first.start()
     assert here.wait(20)
-
-    class Buffer:
-        pass
 
     buffer = Buffer()
     gone = weakref.ref(buffer)
@@ -212,18 +208,16 @@ def test_without_threads_the_caller_reads_alone(monkeypatch: pytest.MonkeyPatch,
 def test_it_lets_go_of_what_it_worked_on() -> None:
     crew = Crew(2)
 
-    class Buffer:
-        pass
-
     buffer = Buffer()
     gone = weakref.ref(buffer)
     crew.each(lambda item, buffer=buffer: None, range(6))
     del buffer
-    until = time.monotonic() + 10
-    while gone() is not None and time.monotonic() < until:
+
+    def freed() -> bool:
         gc.collect()
-        time.sleep(0.01)
-    assert gone() is None
+        return gone() is None
+
+    assert wait_until(freed, 10)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
