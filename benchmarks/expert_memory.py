@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from cpu_scan import run
-from memory_budget import IDLE
+from memory_budget import idle_peak
 
 ROWS, COLUMNS, BLOCK = 768, 1024, 128
 SCAN = """
@@ -69,7 +69,7 @@ def main() -> None:
         folder, element, way = given.write
         write(Path(folder), fp8=element == "fp8", stacked=way == "1", experts=given.experts, layers=given.layers)
         return
-    idle = min(peak for _, peak in filter(None, (run(IDLE) for _ in range(3))))
+    idle = idle_peak(ROWS)
     size = ROWS * COLUMNS / 1e6
     print(f"idle: {idle / 1e6:.0f} MB; an expert: {size:.1f} MB in FP8, {4 * size:.1f} in float32")
     print(f"{'elements':<10}{'stored':<12}{'MB of a stack':>14}{'MB above idle':>15}{'seconds':>9}")

@@ -2,7 +2,7 @@
 
     python benchmarks/memory_budget.py [--budgets 0.5,1,2] [--layers 2,4,8]
 
-Memory is the process's peak above that of an idle `import shardesd.scanner, torch` with the same libraries loaded.
+Memory is the process's peak above that of an idle one that has loaded what solves of that size need on this machine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from pathlib import Path
 
 from cpu_scan import run
 
-IDLE = "import torch, shardesd.scanner, scipy.linalg, huggingface_hub; torch.linalg.eigvalsh(torch.eye(8))"
+IDLE = """
+import sys, shardesd.scanner, scipy.linalg, huggingface_hub
+from shardesd.spectra import lapack
+if not lapack.faster(int(sys.argv[1])):
+    import torch
+    torch.linalg.eigvalsh(torch.eye(8))
+"""
 SCAN = """
 import sys, tempfile, shardesd
 with tempfile.TemporaryDirectory() as out:
@@ -23,6 +29,11 @@ assert not len(result.failed), result.failed["reason"].to_list()
 """
 
 
+def idle_peak(n: int) -> int:
+    """Bytes of a process that has loaded what solves of size `n` need, and done nothing."""
+    return min(peak for _, peak in filter(None, (run(IDLE, str(n)) for _ in range(3))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budgets", default="0.5,1,2", help="GB")
@@ -30,23 +41,23 @@ def main() -> None:
     parser.add_argument("--no-head", action="store_true")
     given = parser.parse_args()
     budgets = [int(float(text) * 1e9) for text in given.budgets.split(",")]
-    idle = min(peak for _, peak in filter(None, (run(IDLE) for _ in range(3))))
     print(
-        f"idle: {idle / 1e6:.0f} MB\n{'model':<32}{'budget MB':>10}{'MB above idle':>15}{'of budget':>11}{'seconds':>9}"
+        f"{'model':<32}{'idle MB':>10}{'budget MB':>11}{'MB above idle':>15}{'of budget':>11}{'seconds':>9}", flush=True
     )
-    shapes = [(f"{layers} layers", ["--layers", layers, "--vocab", "0"]) for layers in given.layers.split(",")]
+    shapes = [(f"{layers} layers", 2048, ["--layers", layers, "--vocab", "0"]) for layers in given.layers.split(",")]
     if not given.no_head:
         head = ["--layers", "1", "--vocab", "128256", "--hidden", "4096", "--mlp", "4096"]
-        shapes.append(("1 layer, 128256 × 4096 head", head))
-    for name, options in shapes:
+        shapes.append(("1 layer, 128256 × 4096 head", 4096, head))
+    for name, n, options in shapes:
+        idle = idle_peak(n)
         with tempfile.TemporaryDirectory() as root:
             make(Path(root) / "model", options)
             for budget in budgets:
                 result = run(SCAN, str(Path(root) / "model"), str(budget))
                 if result:
                     above = result[1] - idle
-                    row = f"{name:<32}{budget / 1e6:>10.0f}{above / 1e6:>15.0f}{above / budget:>11.2f}{result[0]:>9.1f}"
-                    print(row, flush=True)
+                    row = f"{name:<32}{idle / 1e6:>10.0f}{budget / 1e6:>11.0f}{above / 1e6:>15.0f}"
+                    print(f"{row}{above / budget:>11.2f}{result[0]:>9.1f}", flush=True)
 
 
 def make(folder: Path, options: list[str]) -> None:
