@@ -164,6 +164,15 @@ class Matrix(Protocol):
         """
         ...
 
+    @property
+    def is_stretch(self) -> bool:
+        """Whether it is bytes of an open file, nothing done to them: it can be read for as long as the file is open."""
+        ...
+
+    def followed_by(self, other: Matrix) -> Matrix | None:
+        """The elements of two stretches as one column, where `other` lies behind this one in the same file."""
+        ...
+
 
 Routine = Literal["two_stage", "cusolver_batched", "eigvalsh", "svd"]
 """What computed λ: the batched two-stage solver, cuSOLVER's batched one, `torch.linalg.eigvalsh`, or an SVD."""

@@ -203,11 +203,15 @@ class Solver:
     def _finished(
         self, item: MatrixRef, shard: Shard, contents: dict[str, str], spectrum: Spectrum, *, kept: bool
     ) -> Solved:
+        self._note(item, shard, contents, spectrum, kept=kept)
+        return self.measured(item, spectrum, kept=kept)
+
+    def _note(self, item: MatrixRef, shard: Shard, contents: dict[str, str], spectrum: Spectrum, *, kept: bool) -> None:
+        """Has λ kept, where they are."""
         if content := contents.get(item.longname):
             self.recall.note(item.tensor, shard, content)
             if not kept:
                 self.recall.put(content, item, spectrum)
-        return self.measured(item, spectrum, kept=kept)
 
     def _submit(self, work: Callable[..., _T], *given: Any) -> Future[_T]:
         """Has `fitting` do it; at once where that has been shut down, since the scan has ended meanwhile."""
@@ -224,10 +228,21 @@ class Solver:
         found: dict[int, Solved | Exception] = {}
         for at, spectrum in solved.items():
             try:
-                found[at] = self._finished(*pairs[at], contents, spectrum, kept=False)
+                self._note(*pairs[at], contents, spectrum, kept=False)
             except Exception as error:  # costs one row
                 found[at] = error
-        return found
+        left = [at for at in solved if at not in found]
+        try:
+            eigs_BN = np.stack([solved[at].eigs for at in left])
+            rows = metrics.measure_many(eigs_BN, N=[pairs[at][0].N for at in left], options=self.options)
+            return found | {at: (solved[at], values, False) for at, values in zip(left, rows, strict=True)}
+        except Exception:  # of one of them, or for want of memory for all
+            for at in left:
+                try:
+                    found[at] = self.measured(pairs[at][0], solved[at], kept=False)
+                except Exception as error:
+                    found[at] = error
+            return found
 
     def _how(self) -> dict[str, Any]:
         options = self.options

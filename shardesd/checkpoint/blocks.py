@@ -11,7 +11,7 @@ import numpy as np
 
 from shardesd.checkpoint.elements import StoredMatrix, element_word
 from shardesd.checkpoint.interface import Shard
-from shardesd.records import TensorRef
+from shardesd.records import Matrix, TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,20 @@ class ShardMatrix:
             with self._read(row, min(row + step, M)) as stored:
                 out[row : row + step] = stored.block(1, start, stop, dtype)
         return out
+
+    @property
+    def is_stretch(self) -> bool:
+        """See `records.Matrix`."""
+        return self._shard.delta(self._tensor) == ""
+
+    def followed_by(self, other: Matrix) -> ShardMatrix | None:
+        """See `records.Matrix`."""
+        if not isinstance(other, ShardMatrix) or other._shard is not self._shard:
+            return None
+        first, last = self._tensor, other._tensor
+        if first.end != last.start or first.dtype != last.dtype or not (self.is_stretch and other.is_stretch):
+            return None
+        return ShardMatrix(self._shard, replace(first, shape=(first.numel + last.numel, 1), end=last.end))
 
     def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
         """See `records.Matrix`."""

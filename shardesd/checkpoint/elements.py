@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from shardesd.records import Matrix
+
 if TYPE_CHECKING:
     import torch
 
@@ -98,6 +100,15 @@ class StoredMatrix:
     def itemsize(self) -> int:
         """Bytes of a stored element."""
         return self._raw.itemsize
+
+    @property
+    def is_stretch(self) -> bool:
+        """False: they are in memory."""
+        return False
+
+    def followed_by(self, other: Matrix) -> None:
+        """None: see `records.Matrix`."""
+        return
 
     def rows(self, start: int, stop: int, buffer: np.ndarray | None = None) -> torch.Tensor:
         """Rows as stored, sharing memory with the raw elements (unless a stride is negative: then a copy)."""

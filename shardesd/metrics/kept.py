@@ -9,10 +9,11 @@ from shardesd.errors import MatrixError
 
 
 def ascending(eigs: ArrayLike) -> NDArray[np.float64]:
-    """A sorted float64 copy of `eigs`. Raises `MatrixError` where one is NaN or infinite."""
-    sorted_eigs = np.sort(np.asarray(eigs, dtype=np.float64), axis=None)
-    bad = int(np.count_nonzero(~np.isfinite(sorted_eigs)))
-    if bad:
+    """A float64 copy of `eigs` whose last axis is sorted. Raises `MatrixError` where one is NaN or infinite."""
+    sorted_eigs = np.sort(np.asarray(eigs, dtype=np.float64), axis=-1)
+    finite = np.isfinite(sorted_eigs)
+    if not finite.all():
+        bad = int(np.count_nonzero(~finite))
         raise MatrixError(f"{bad} of {sorted_eigs.size} eigenvalues are NaN or infinite")
     return sorted_eigs
 
@@ -24,10 +25,20 @@ def keep(eigs: ArrayLike, *, evals_thresh: float, filter_zeros: bool) -> tuple[N
     whole) they are all λ, and the second value is True. Without `filter_zeros` they are all λ.
     Raises `MatrixError` where a λ is NaN or infinite.
     """
-    all_eigs = ascending(eigs)
+    all_eigs = ascending(np.ravel(eigs))
+    (count,), (below,) = kept_counts(all_eigs[None], evals_thresh=evals_thresh, filter_zeros=filter_zeros)
+    return all_eigs[all_eigs.size - count :], below
+
+
+def kept_counts(
+    eigs_BN: NDArray[np.float64], *, evals_thresh: float, filter_zeros: bool
+) -> tuple[list[int], list[bool]]:
+    """Of each row of ascending λ, how many of the largest count, and whether the threshold had to be given up.
+
+    See `keep`.
+    """
+    B, size = eigs_BN.shape
     if not filter_zeros:
-        return all_eigs, False
-    kept = all_eigs[np.searchsorted(all_eigs, evals_thresh, side="right") :]
-    if kept.size == 0:
-        return all_eigs, all_eigs.size > 0
-    return kept, False
+        return [size] * B, [False] * B
+    above: list[int] = (eigs_BN > evals_thresh).sum(axis=1).tolist()
+    return [count or size for count in above], [not count and size > 0 for count in above]

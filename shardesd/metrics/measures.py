@@ -1,14 +1,16 @@
-"""All metric columns of one row."""
+"""All metric columns of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from shardesd.metrics import norms
-from shardesd.metrics.kept import keep
-from shardesd.metrics.powerlaw import fit_power_law
+from shardesd.metrics.kept import ascending, kept_counts
+from shardesd.metrics.powerlaw import fit_power_laws
 from shardesd.options import ScanOptions
 
 BELOW_THRESHOLD = "below_threshold"
@@ -22,32 +24,65 @@ def measure(eigs: ArrayLike, *, N: int, options: ScanOptions) -> dict[str, Any]:
     λ exceeds `options.evals_thresh`, so that all were kept; or both of these, joined by ``+``.
     Raises `MatrixError` where a λ is NaN or infinite.
     """
-    eigs_K, below = keep(eigs, evals_thresh=options.evals_thresh, filter_zeros=options.filter_zeros)
-    fit = fit_power_law(eigs_K, method=options.fix_fingers, bins=options.bins)
-    total = norms.norm(eigs_K)
-    largest = norms.spectral_norm(eigs_K)
-    rank = norms.matrix_rank(eigs_K, N=N)
-    return {
-        "num_evals": eigs_K.size,
-        "alpha": fit.alpha,
-        "D": fit.D,
-        "fit_xmin": fit.fit_xmin,
-        "fit_xmax": fit.fit_xmax,
-        "n_tail": fit.n_tail,
-        "sigma": fit.sigma,
-        "fit_status": _status(fit.fit_status, below=below),
-        "alpha_weighted": fit.alpha * norms.log_or_zero(largest),
-        "log_alpha_norm": norms.log_alpha_norm(eigs_K, alpha=fit.alpha),
-        "norm": total,
-        "log_norm": norms.log_or_zero(total),
-        "spectral_norm": largest,
-        "log_spectral_norm": norms.log_or_zero(largest),
-        "stable_rank": norms.stable_rank(eigs_K),
-        "matrix_rank": rank,
-        "entropy": norms.entropy(eigs_K, rank=rank),
-        "xmin": float(eigs_K[0]) if eigs_K.size else None,
-        "xmax": float(eigs_K[-1]) if eigs_K.size else None,
-    }
+    return measure_many(np.reshape(eigs, (1, -1)), N=[N], options=options)[0]
+
+
+def measure_many(eigs_BN: ArrayLike, *, N: Sequence[int], options: ScanOptions) -> list[dict[str, Any]]:
+    """`measure` of each row, with the same numbers bit by bit, in a few steps for all of them.
+
+    Each of numpy's calls lets go of the interpreter's lock, for which the threads that feed a GPU wait.
+    """
+    eigs_BN = ascending(eigs_BN)
+    counts, below = kept_counts(eigs_BN, evals_thresh=options.evals_thresh, filter_zeros=options.filter_zeros)
+    found: dict[int, dict[str, Any]] = {}
+    for count in set(counts):
+        rows = [row for row, one in enumerate(counts) if one == count]
+        kept_BK = eigs_BN[:, eigs_BN.shape[1] - count :]
+        measured = _of_one_length(
+            kept_BK if len(rows) == len(counts) else kept_BK[rows],
+            [N[row] for row in rows],
+            [below[row] for row in rows],
+            options,
+        )
+        found.update(zip(rows, measured, strict=True))
+    return [found[row] for row in range(len(counts))]
+
+
+def _of_one_length(
+    eigs_BK: NDArray[np.float64], N: Sequence[int], below: Sequence[bool], options: ScanOptions
+) -> list[dict[str, Any]]:
+    fits = fit_power_laws(eigs_BK, method=options.fix_fingers, bins=options.bins)
+    totals = norms.norms(eigs_BK)
+    largest = norms.spectral_norms(eigs_BK)
+    ranks = norms.matrix_ranks(eigs_BK, N=N)
+    entropies = norms.entropies(eigs_BK, ranks=ranks)
+    alpha_norms = norms.log_alpha_norms(eigs_BK, alphas=[fit.alpha for fit in fits])
+    least = eigs_BK[:, 0].tolist() if eigs_BK.size else []
+    size = eigs_BK.shape[1]
+    return [
+        {
+            "num_evals": size,
+            "alpha": fit.alpha,
+            "D": fit.D,
+            "fit_xmin": fit.fit_xmin,
+            "fit_xmax": fit.fit_xmax,
+            "n_tail": fit.n_tail,
+            "sigma": fit.sigma,
+            "fit_status": _status(fit.fit_status, below=below[row]),
+            "alpha_weighted": fit.alpha * norms.log_or_zero(largest[row]),
+            "log_alpha_norm": alpha_norms[row],
+            "norm": totals[row],
+            "log_norm": norms.log_or_zero(totals[row]),
+            "spectral_norm": largest[row],
+            "log_spectral_norm": norms.log_or_zero(largest[row]),
+            "stable_rank": totals[row] / largest[row] if largest[row] > 0 else 0.0,
+            "matrix_rank": ranks[row],
+            "entropy": entropies[row],
+            "xmin": least[row] if size else None,
+            "xmax": largest[row] if size else None,
+        }
+        for row, fit in enumerate(fits)
+    ]
 
 
 def _status(fit_status: str, *, below: bool) -> str:

@@ -46,21 +46,41 @@ def fit_power_law(eigs_K: ArrayLike, *, method: str, bins: int = 100) -> Fit:
     then α = -1, D = 1 and the other fields are None. Raises `OptionError` for an unknown method, `MatrixError` where
     a λ is NaN or infinite.
     """
-    eigs = ascending(eigs_K)
-    tails = _Tails(eigs)
-    if method == "xmin_mid":
-        starts = tails.valid(max(min(eigs.size // 2, eigs.size - 2), 0), 1)
-    elif method == "xmin_peak":
-        starts = tails.valid(*_peak_window(eigs, bins))
-    elif method == "DKS":
-        starts = tails.valid(0, eigs.size)
-    else:
+    return fit_power_laws(ascending(np.ravel(eigs_K))[None], method=method, bins=bins)[0]
+
+
+def fit_power_laws(eigs_BK: NDArray[np.float64], *, method: str, bins: int) -> list[Fit]:
+    """`fit_power_law` of each row, ascending and finite; a row's fit is the same whatever the rows beside it are."""
+    if method not in FIX_FINGERS:
         raise OptionError(f"--fix-fingers '{method}' is invalid (expected one of: {', '.join(FIX_FINGERS)})")
-    if starts.size == 0:
-        return Fit(alpha=-1.0, D=1.0, fit_xmin=None, fit_xmax=None, n_tail=None, sigma=None, fit_status="no_valid_fit")
-    start, distance = _least_distance(tails, starts)
+    B, size = eigs_BK.shape
+    if not size:
+        return [_NO_FIT] * B
+    tails = _Tails(eigs_BK)
+    starts: list[int | None]
+    if method == "xmin_mid":
+        start = max(min(size // 2, size - 2), 0)
+        starts = [start if valid else None for valid in (tails.hill[:, start] > 0).tolist()]
+        distances = tails.distances(start)
+    else:
+        starts, distances = [], []
+        for row, eigs in enumerate(eigs_BK):
+            tail = tails.of(row)
+            valid = tail.valid(*(_peak_window(eigs, bins) if method == "xmin_peak" else (0, size)))
+            best, distance = _least_distance(tail, valid) if valid.size else (None, 1.0)
+            starts.append(best)
+            distances.append(distance)
+    return [
+        _NO_FIT if start is None else _fit(eigs, start, float(tails.hill[row, start]), distances[row])
+        for row, (eigs, start) in enumerate(zip(eigs_BK, starts, strict=True))
+    ]
+
+
+_NO_FIT = Fit(alpha=-1.0, D=1.0, fit_xmin=None, fit_xmax=None, n_tail=None, sigma=None, fit_status="no_valid_fit")
+
+
+def _fit(eigs: NDArray[np.float64], start: int, hill: float, distance: float) -> Fit:
     n_tail = eigs.size - start
-    hill = float(tails.hill[start])
     return Fit(
         alpha=1 + hill,
         D=distance,
@@ -79,39 +99,49 @@ class _Distances(Protocol):
 
 
 class _Tails:
-    """α - 1 of every tail of one ascending spectrum, and D of any.
+    """α - 1 of every tail of several ascending spectra of one length.
 
-    Both come from the steps ln(λ_{j+1}/λ_j) ≥ 0, summed from the top: sums of terms of one sign, which lose nothing
+    It comes from the steps ln(λ_{j+1}/λ_j) ≥ 0, summed from the top: sums of terms of one sign, which lose nothing
     to cancellation, however close or far apart the λ are. (Differences of suffix sums of ln λ would.)
     """
 
-    def __init__(self, eigs: NDArray[np.float64]) -> None:
-        size = eigs.size
-        first = int(np.searchsorted(eigs, 0.0, side="right"))
-        steps = np.zeros(size)
-        steps[first:-1] = _log_steps(eigs[first:])
+    def __init__(self, eigs_BK: NDArray[np.float64]) -> None:
+        B, size = eigs_BK.shape
+        positive = eigs_BK > 0
+        steps = np.zeros((B, size))
+        steps[:, :-1] = _log_steps(eigs_BK)
+        steps[~positive] = 0
         self._ranks = np.arange(size, dtype=np.float64)
         n_above = self._ranks[::-1]
         self._depth = _suffix_sums(steps)
         """ln(λmax/λ_j); for λ_j ≤ 0 without meaning, and not used."""
         spread = _suffix_sums(n_above * steps)
-        spread[:first] = 0
-        valid = (spread > 0) & (self._depth > size * np.finfo(np.float64).eps)
-        self.hill = np.divide(n_above + 1, spread, out=np.zeros(size), where=valid)
+        valid = positive & (spread > 0) & (self._depth > size * np.finfo(np.float64).eps)
+        self.hill = np.divide(n_above + 1, spread, out=np.zeros((B, size)), where=valid)
         """α - 1 of every start; 0 where the start is not valid."""
+
+    def of(self, row: int) -> _Tail:
+        """Those of one spectrum."""
+        return _Tail(self._depth[row], self.hill[row], self._ranks)
+
+    def distances(self, start: int) -> list[float]:
+        """D of each spectrum's tail from `start` on; without meaning where that is not valid."""
+        return _distances(self._depth[:, start:], self.hill[:, start : start + 1], self._ranks)
+
+
+class _Tail:
+    """All tails of one spectrum, and D of any."""
+
+    def __init__(self, depth: NDArray[np.float64], hill: NDArray[np.float64], ranks: NDArray[np.float64]) -> None:
+        self._depth, self._hill, self._ranks = depth, hill, ranks
 
     def valid(self, begin: int, count: int) -> NDArray[np.intp]:
         """The valid ones of `count` starts from `begin` on."""
-        return begin + np.flatnonzero(self.hill[begin : begin + count])
+        return begin + np.flatnonzero(self._hill[begin : begin + count])
 
     def distance(self, start: int) -> float:
         """D of one tail."""
-        terms = self._depth[start:] - self._depth[start]
-        terms *= self.hill[start]
-        np.exp(terms, out=terms)
-        terms += self._ranks[: terms.size] / terms.size
-        terms -= 1
-        return float(max(terms.max(), -terms.min()))
+        return _distances(self._depth[None, start:], self._hill[None, start : start + 1], self._ranks)[0]
 
     def lower_bounds(self, starts: NDArray[np.intp]) -> NDArray[np.float64]:
         """For each start the largest of some of the terms whose maximum is its D."""
@@ -123,12 +153,24 @@ class _Tails:
             k = (n - 1) * sampled // (_SAMPLES - 1)
             terms = self._depth[rows + k]
             terms -= self._depth[rows]
-            terms *= self.hill[rows]
+            terms *= self._hill[rows]
             np.exp(terms, out=terms)
             terms += k / n
             terms -= 1
             bounds[begin : begin + _ROWS] = np.maximum(terms.max(axis=1), -terms.min(axis=1))
         return bounds
+
+
+def _distances(depth_BK: NDArray[np.float64], hill_B1: NDArray[np.float64], ranks: NDArray[np.float64]) -> list[float]:
+    """D of tails of one length, whose first term is the first of each row."""
+    terms = depth_BK - depth_BK[:, :1]
+    terms *= hill_B1
+    np.exp(terms, out=terms)
+    size = terms.shape[1]
+    terms += ranks[:size] / size
+    terms -= 1
+    distances: list[float] = np.maximum(terms.max(axis=1), -terms.min(axis=1)).tolist()
+    return distances
 
 
 def _least_distance(tails: _Distances, starts: NDArray[np.intp]) -> tuple[int, float]:
@@ -162,17 +204,18 @@ def _peak_window(eigs: NDArray[np.float64], bins: int) -> tuple[int, int]:
     return first + begin, end - begin
 
 
-def _log_steps(eigs: NDArray[np.float64]) -> NDArray[np.float64]:
-    """ln(λ_{j+1}/λ_j) of ascending λ > 0, to full relative precision (0 for equal λ)."""
-    low, high = eigs[:-1], eigs[1:]
-    with np.errstate(over="ignore"):
+def _log_steps(eigs_BK: NDArray[np.float64]) -> NDArray[np.float64]:
+    """ln(λ_{j+1}/λ_j) of ascending λ to full relative precision (0 for equal λ); without meaning where λ_j ≤ 0."""
+    low, high = eigs_BK[:, :-1], eigs_BK[:, 1:]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         steps: NDArray[np.float64] = np.log1p((high - low) / low)
-    beyond = np.isinf(steps)
-    steps[beyond] = np.log(high[beyond]) - np.log(low[beyond])
+        beyond = np.isinf(steps)
+        if beyond.any():
+            steps[beyond] = np.log(high[beyond]) - np.log(low[beyond])
     return steps
 
 
-def _suffix_sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Σ_{m≥j} of `values`, for every j."""
-    sums: NDArray[np.float64] = np.cumsum(values[::-1])[::-1].copy()
+def _suffix_sums(values_BK: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Σ_{m≥j} of each row, for every j."""
+    sums: NDArray[np.float64] = np.cumsum(values_BK[:, ::-1], axis=1)[:, ::-1]
     return sums

@@ -97,13 +97,13 @@ def grams_cuda(
     Small ones travel and are multiplied together: launching work for each by itself takes longer than the work.
     """
     staging = _staging()
-    pack = staging.pack()
+    pack = staging.pack(on_error)
     for at, open_ in enumerate(opened):
         try:
             with open_() as (matrix,):
                 if not pack.takes(matrix):
                     pack.multiply(grams, tallies)
-                    pack = staging.pack()
+                    pack = staging.pack(on_error)
                 if pack.takes(matrix):
                     pack.add(at, matrix)
                 else:
@@ -170,41 +170,69 @@ class _Staging:
         for start, stop in _spans(M, N * matrix.itemsize, UPLOAD_BYTES):
             yield self.send(matrix.rows(start, stop, self.buffer().numpy()), device)
 
-    def pack(self) -> _Pack:
-        return _Pack(self)
+    def pack(self, on_error: Callable[[int, Exception], None]) -> _Pack:
+        return _Pack(self, on_error)
 
 
 class _Pack:
-    """Whole matrices, one behind the other in one pinned buffer."""
+    """Whole matrices, one behind the other in one pinned buffer; those that lie so in their file are read at once."""
 
-    def __init__(self, staging: _Staging) -> None:
+    def __init__(self, staging: _Staging, on_error: Callable[[int, Exception], None]) -> None:
         self._staging = staging
+        self._on_error = on_error
         self._buffer: torch.Tensor | None = None
         self._members: list[_Member] = []
         self._matrices: dict[int, Matrix] = {}
         self._end = 0
+        self._awaited: list[tuple[int, int, tuple[int, int]]] = []
+        """Number, where it begins, (M, N) of those that are not yet read."""
+        self._stretch: Matrix | None = None
+        """All of them."""
 
     def takes(self, matrix: Matrix) -> bool:
-        M, N = matrix.shape
-        nbytes = M * N * matrix.itemsize
+        nbytes = _nbytes(matrix)
         return nbytes <= _PACKED_BYTES and self._end + nbytes <= UPLOAD_BYTES
 
     def add(self, at: int, matrix: Matrix) -> None:
         if self._buffer is None:
             self._buffer = self._staging.buffer()
-        M, N = matrix.shape
-        place = self._buffer[self._end : self._end + M * N * matrix.itemsize]
-        rows = matrix.rows(0, M, place.numpy())
-        if rows.data_ptr() != place.data_ptr():
-            place.view(rows.dtype).view(M, N).copy_(rows)
-        self._members.append((at, self._end, rows.dtype, (M, N)))
+        joined = self._stretch.followed_by(matrix) if self._stretch and self._ends(self._stretch) else None
+        if joined is None:
+            self._read()
+        self._stretch = joined or matrix
+        self._awaited.append((at, self._end, matrix.shape))
         self._matrices[at] = matrix
-        self._end += -(-place.numel() // 16) * 16
+        self._end += -(-_nbytes(matrix) // 16) * 16
+        if not matrix.is_stretch:
+            self._read()
+
+    def _ends(self, stretch: Matrix) -> bool:
+        """Whether the next matrix goes to right behind it."""
+        return self._awaited[0][1] + _nbytes(stretch) == self._end
+
+    def _read(self) -> None:
+        """Reads those that are not yet."""
+        stretch, awaited = self._stretch, self._awaited
+        self._stretch, self._awaited = None, []
+        if stretch is None or self._buffer is None:
+            return
+        start = awaited[0][1]
+        place = self._buffer[start : start + _nbytes(stretch)]
+        try:
+            rows = stretch.rows(0, stretch.shape[0], place.numpy())
+        except Exception as error:
+            for at, _, _ in awaited:
+                self._on_error(at, error)
+            return
+        if rows.data_ptr() != place.data_ptr():
+            place.view(rows.dtype).view(stretch.shape).copy_(rows)
+        self._members += [(at, begin, rows.dtype, shape) for at, begin, shape in awaited]
 
     def multiply(self, grams: torch.Tensor, tallies: Tallies) -> None:
         """Puts the Gram of each into its place of `grams`; the equal ones that stand together, together."""
         import torch
 
+        self._read()
         if self._buffer is None or not self._members:  # none could be read
             return
         stored = self._staging.send(self._buffer[: self._end], grams.device)
@@ -219,6 +247,11 @@ class _Pack:
             tallies.add([self._matrices[at] for at in range(first, first + count)], exact)
             short = wide if M < N else wide.mT
             torch.bmm(short, short.mT, out=grams[first : first + count])
+
+
+def _nbytes(matrix: Matrix) -> int:
+    M, N = matrix.shape
+    return M * N * matrix.itemsize
 
 
 def _alike(members: list[_Member]) -> Iterator[list[_Member]]:

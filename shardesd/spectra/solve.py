@@ -111,17 +111,20 @@ def compute_many(
                 failed(at, error)
     eigs_BN, routine, again = eigvalsh_many(grams)
     share = (time.perf_counter() - started) / len(opened)
+    # In few steps for all of them: each of numpy's lets go of the interpreter's lock, which other threads wait for.
+    eigs_BN = _scaled(np.maximum(eigs_BN, 0.0), 2 * np.array(exponents)[:, None])
+    diverged_B = np.isnan(eigs_BN).any(axis=1).tolist()
     results: list[Spectrum | Exception] = []
     for at, open_ in enumerate(opened):
+        eigs = eigs_BN[at]
         try:
             if at in errors:
                 raise errors[at]
-            eigs = _scaled(np.maximum(eigs_BN[at], 0.0), 2 * exponents[at])
             if exponents[at] and not eigs[-1] > 0:
                 raise MatrixError(_UNDERFLOW)
-            if np.isnan(eigs).any() and solver == "gram":
+            if diverged_B[at] and solver == "gram":
                 raise MatrixError(_DIVERGED)
-            if np.isnan(eigs).any() or drowned(eigs, solver, width, resolve):
+            if diverged_B[at] or drowned(eigs, solver, width, resolve):
                 with open_() as slices:
                     results.append(replace(compute(slices, solver="svd", device="cpu"), recomputed=at in again))
             else:
@@ -261,7 +264,7 @@ def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
     return _scaled(sigma.to("cpu", torch.float64).flip(0).numpy() ** 2, 2 * exponent)
 
 
-def _scaled(eigs: np.ndarray, exponent: int) -> np.ndarray:
+def _scaled(eigs: np.ndarray, exponent: int | np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", under="ignore"):
         scaled: np.ndarray = np.ldexp(eigs, exponent)
     return scaled

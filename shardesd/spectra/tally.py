@@ -50,6 +50,15 @@ class Tallied:
         """See `Matrix`."""
         return self._matrix.block(axis, start, stop, dtype)
 
+    @property
+    def is_stretch(self) -> bool:
+        """See `Matrix`."""
+        return self._matrix.is_stretch
+
+    def followed_by(self, other: Matrix) -> Matrix | None:
+        """See `Matrix`."""
+        return self._matrix.followed_by(other._matrix if isinstance(other, Tallied) else other)
+
     def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
         """See `Matrix`."""
         return self._matrix.rows(start, stop, buffer)

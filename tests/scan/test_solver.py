@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,16 @@ def test_the_thread_that_feeds_a_gpu_fits_nothing(tmp_path: Path, monkeypatch: p
     expected = shardesd.scan(folder, device="cpu", cache=False).layers
     pretend(monkeypatch)
     threads: set[str] = set()
-    measure = metrics.measure
 
-    def noted(*given: Any, **more: Any) -> dict[str, Any]:
-        threads.add(threading.current_thread().name.partition("_")[0])
-        return measure(*given, **more)
+    def noted(measure: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **more: Any) -> Any:
+            threads.add(threading.current_thread().name.partition("_")[0])
+            return measure(*given, **more)
 
-    monkeypatch.setattr(metrics, "measure", noted)
+        return run
+
+    for name in ("measure", "measure_many"):
+        monkeypatch.setattr(metrics, name, noted(getattr(metrics, name)))
     found = shardesd.scan(folder, cache=False).layers
     assert threads == {"shardesd-fits"}
     # What takes a GPU's place here is torch, which may not be what solves on this CPU.
@@ -101,12 +105,16 @@ def test_what_a_fit_raises_costs_its_own_row(tmp_path: Path, monkeypatch: pytest
     measure = metrics.measure
     bad: list[int] = []
 
+    def no_memory_for_all(*given: Any, **more: Any) -> list[dict[str, Any]]:
+        raise MemoryError
+
     def fails(*given: Any, **more: Any) -> dict[str, Any]:
         bad.append(1)
         if len(bad) == 3:
             raise MemoryError
         return measure(*given, **more)
 
+    monkeypatch.setattr(metrics, "measure_many", no_memory_for_all)
     monkeypatch.setattr(metrics, "measure", fails)
     layers = shardesd.scan(folder, cache=False).layers
     failed = layers.filter(layers["status"] == "failed")
@@ -136,18 +144,18 @@ def test_a_group_whose_scan_has_ended_meanwhile_is_no_trouble(tmp_path: Path, mo
 def test_what_is_solved_when_a_scan_is_closed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = one_file(tmp_path / "model", random_weights(layers=80))
     pretend(monkeypatch)
-    measure, compute_many = metrics.measure, spectra.compute_many
+    measure_many, compute_many = metrics.measure_many, spectra.compute_many
     solved: list[int] = []
 
-    def slow(*given: Any, **more: Any) -> dict[str, Any]:
-        time.sleep(0.003)
-        return measure(*given, **more)
+    def slow(eigs_BN: Any, **more: Any) -> list[dict[str, Any]]:
+        time.sleep(0.003 * len(eigs_BN))
+        return measure_many(eigs_BN, **more)
 
     def counted(opened: Any, **how: Any) -> Any:
         solved.append(len(opened))
         return compute_many(opened, **how)
 
-    monkeypatch.setattr(metrics, "measure", slow)
+    monkeypatch.setattr(metrics, "measure_many", slow)
     monkeypatch.setattr(spectra, "compute_many", counted)
     rows = shardesd.stream(folder, cache_dir=tmp_path / "kept")
     for _ in range(3):
