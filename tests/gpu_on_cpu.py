@@ -12,32 +12,31 @@ import torch
 from shardesd import scanner, spectra
 from shardesd.engine import Device
 from shardesd.records import Matrix, Spectrum
-from shardesd.spectra import eigen, gram
+from shardesd.spectra import eigen, upload
 
 
-class Staging(gram._Staging):
+class Staging(upload.Staging):
     """Buffers of plain memory, whose bytes are copied as they are sent."""
 
     def __init__(self) -> None:
-        self._plain = torch.empty(gram.UPLOAD_BYTES, dtype=torch.uint8)
+        self._buffers = [torch.empty(upload.UPLOAD_BYTES, dtype=torch.uint8) for _ in range(upload._BUFFERS)]
+        self._sent = [None] * upload._BUFFERS
         self.sent = 0
 
-    def buffer(self) -> torch.Tensor:
-        return self._plain
-
-    def send(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-        self.sent += stored.numel() * stored.element_size()
+    def send(self, stored: torch.Tensor, number: int | None, device: torch.device) -> torch.Tensor:
+        self.sent += stored.numel()
         copy = stored.clone()
-        self._plain.fill_(255)  # whoever still looks at it finds NaN
+        if number is not None:
+            self._buffers[number].fill_(255)  # whoever still looks at it finds NaN
         return copy
 
 
 def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Staging:
     """Has `spectra.compute_many` take the CPU for a GPU that is sent `upload_bytes` at a time."""
-    monkeypatch.setattr(gram, "UPLOAD_BYTES", upload_bytes)
-    monkeypatch.setattr(gram, "_PACKED_BYTES", upload_bytes // 4)
+    monkeypatch.setattr(upload, "UPLOAD_BYTES", upload_bytes)
+    monkeypatch.setattr(upload, "PACKED_BYTES", upload_bytes // 4)
     staging = Staging()
-    monkeypatch.setattr(gram, "_staging", lambda: staging)
+    monkeypatch.setattr(upload, "_staging", lambda: staging)
     monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
     monkeypatch.setattr(eigen, "_cusolver_takes", lambda n, batch: False)
     return staging

@@ -7,9 +7,8 @@ of W. In float64, from weights stored in 32 bits or fewer, each is right to abou
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +16,7 @@ import numpy as np
 from shardesd.records import Matrix
 from shardesd.spectra.blas import syrk
 from shardesd.spectra.tally import Tallied, Tallies
+from shardesd.spectra.upload import UPLOAD_BYTES, Failed, Member, Open, Sent, spans, uploads
 
 if TYPE_CHECKING:
     import torch
@@ -24,20 +24,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
 
-UPLOAD_BYTES = 1 << 25
-"""Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, but pinned
-memory costs half a second a gigabyte once in a process (docs/performance.md)."""
-
-_PACKED_BYTES = 8_000_000
-"""The largest matrix that travels together with others: of larger ones only the lower triangle is multiplied."""
-
 _COLUMNS = 1024
 """Of a Gram that are multiplied at once on a GPU: fewer of the upper triangle's products, in products still large."""
-
-_Member = tuple[int, int, "torch.dtype", "tuple[int, int]"]
-"""Of a pack: its number, where it begins, how its elements are stored, (M, N)."""
-
-_local = threading.local()
 
 
 def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndarray:
@@ -61,56 +49,31 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0, tallies: Ta
     The bytes travel as they are stored, through pinned memory, while the block before them is worked on; they are
     widened on the device. A float32 Gram is summed up in float64, so that only the products of one block are rounded.
     """
-    import torch
-
-    M, N = matrix.shape
-    total = gram if gram.dtype == torch.float64 else torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
-    total.zero_()
-    if N <= M:
-        blocks = _staging().upload(matrix, gram.device)
-    else:
-        W_MN = torch.cat(list(_staging().upload(matrix, gram.device)))
-        blocks = (W_MN[:, start:stop].mT for start, stop in _spans(N, M * gram.element_size(), 8 * BLOCK_BYTES))
-    for block in blocks:
-        wide = block.to(gram.dtype)
-        if tallies is not None:
-            tallies.add([matrix], wide if total is gram else block)
-        if exponent:  # in two factors: one alone may be beyond float64
-            half = exponent // 2
-            wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
-        if total is gram:
-            _add_lower(gram, wide)
-        else:
-            total.add_(wide.mT @ wide)
-    if total is not gram:
-        gram.copy_(total)
+    total = _Sum(matrix, gram, exponent, tallies)
+    for block in _blocks_on(gram.device, matrix):
+        total.add(block)
 
 
 def grams_cuda(
-    opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
-    grams: torch.Tensor,
-    on_error: Callable[[int, Exception], None],
-    tallies: Tallies,
+    opened: Sequence[Open], grams: torch.Tensor, on_error: Callable[[int, Exception], None], tallies: Tallies
 ) -> None:
     """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n). What reading one raises goes to `on_error`.
 
     Small ones travel and are multiplied together: launching work for each by itself takes longer than the work.
     """
-    staging = _staging()
-    pack = staging.pack(on_error)
-    for at, open_ in enumerate(opened):
-        try:
-            with open_() as (matrix,):
-                if not pack.takes(matrix):
-                    pack.multiply(grams, tallies)
-                    pack = staging.pack(on_error)
-                if pack.takes(matrix):
-                    pack.add(at, matrix)
-                else:
-                    gram_cuda(matrix, grams[at], tallies=tallies)
-        except Exception as error:
-            on_error(at, error)
-    pack.multiply(grams, tallies)
+    total: _Sum | None = None
+    with closing(uploads(opened, grams.device, pack=True)) as sent:
+        for one in sent:
+            if isinstance(one, Failed):
+                total = None
+                on_error(one.at, one.error)
+            elif one.packed:
+                _multiply(one, grams, tallies)
+            else:
+                (member,) = one.members
+                total = total or _Sum(member.matrix, grams[member.at], tallies=tallies)
+                if total.add(one.block()):
+                    total = None
 
 
 def count_cuda(matrix: Tallied, device: str) -> None:
@@ -118,7 +81,7 @@ def count_cuda(matrix: Tallied, device: str) -> None:
     import torch
 
     tallies = Tallies()
-    for block in _staging().upload(matrix, torch.device(device)):
+    for block in _blocks_on(torch.device(device), matrix):
         tallies.add([matrix], block)
     tallies.tell()
 
@@ -138,139 +101,100 @@ def largest_exponent(matrix: Matrix) -> int | None:
     return int(np.frexp(largest)[1]) if largest else None
 
 
-class _Staging:
-    """Two pinned buffers of one thread: one is read into while the other's bytes travel to the device."""
+class _Sum:
+    """G of one matrix times 2**-exponent, from blocks of its rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, matrix: Matrix, gram: torch.Tensor, exponent: int = 0, tallies: Tallies | None = None) -> None:
         import torch
 
-        self._buffers = [torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
-        self._next = 0
+        self._matrix, self._gram, self._exponent, self._tallies = matrix, gram, exponent, tallies
+        exact = gram.dtype == torch.float64
+        self._total = gram if exact else torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
+        self._total.zero_()
+        self._rows = 0
+        self._wide: list[torch.Tensor] = []
+        """Blocks of a matrix of more columns than rows, all of which are needed at once."""
 
-    def buffer(self) -> torch.Tensor:
-        """The one that is free first, once it is."""
-        sent = self._sent[self._next]
-        if sent is not None:
-            sent.synchronize()
-        return self._buffers[self._next]
-
-    def send(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A copy on the device of what lies in `buffer()`, which may be asked for again."""
+    def add(self, block: torch.Tensor) -> bool:
+        """The next rows, as they are stored; True when they were the last."""
         import torch
 
-        on_device = stored.to(device, non_blocking=True)
-        self._sent[self._next] = torch.cuda.current_stream(device).record_event()
-        self._next = 1 - self._next
-        return on_device
+        M, N = self._matrix.shape
+        self._rows += block.shape[0]
+        if N <= M:
+            self._add(block)
+        else:
+            self._wide.append(block)
+            if self._rows == M:
+                W_MN = torch.cat(self._wide)
+                self._wide.clear()
+                for start, stop in spans(N, M * self._gram.element_size(), 8 * BLOCK_BYTES):
+                    self._add(W_MN[:, start:stop].mT)
+        if self._rows == M and self._total is not self._gram:
+            self._gram.copy_(self._total)
+        return self._rows == M
 
-    def upload(self, matrix: Matrix, device: torch.device) -> Iterator[torch.Tensor]:
-        """Blocks of rows on the device, as they are stored."""
-        M, N = matrix.shape
-        for start, stop in _spans(M, N * matrix.itemsize, UPLOAD_BYTES):
-            yield self.send(matrix.rows(start, stop, self.buffer().numpy()), device)
-
-    def pack(self, on_error: Callable[[int, Exception], None]) -> _Pack:
-        return _Pack(self, on_error)
-
-
-class _Pack:
-    """Whole matrices, one behind the other in one pinned buffer; those that lie so in their file are read at once."""
-
-    def __init__(self, staging: _Staging, on_error: Callable[[int, Exception], None]) -> None:
-        self._staging = staging
-        self._on_error = on_error
-        self._buffer: torch.Tensor | None = None
-        self._members: list[_Member] = []
-        self._matrices: dict[int, Matrix] = {}
-        self._end = 0
-        self._awaited: list[tuple[int, int, tuple[int, int]]] = []
-        """Number, where it begins, (M, N) of those that are not yet read."""
-        self._stretch: Matrix | None = None
-        """All of them."""
-
-    def takes(self, matrix: Matrix) -> bool:
-        nbytes = _nbytes(matrix)
-        return nbytes <= _PACKED_BYTES and self._end + nbytes <= UPLOAD_BYTES
-
-    def add(self, at: int, matrix: Matrix) -> None:
-        if self._buffer is None:
-            self._buffer = self._staging.buffer()
-        joined = self._stretch.followed_by(matrix) if self._stretch and self._ends(self._stretch) else None
-        if joined is None:
-            self._read()
-        self._stretch = joined or matrix
-        self._awaited.append((at, self._end, matrix.shape))
-        self._matrices[at] = matrix
-        self._end += -(-_nbytes(matrix) // 16) * 16
-        if not matrix.is_stretch:
-            self._read()
-
-    def _ends(self, stretch: Matrix) -> bool:
-        """Whether the next matrix goes to right behind it."""
-        return self._awaited[0][1] + _nbytes(stretch) == self._end
-
-    def _read(self) -> None:
-        """Reads those that are not yet."""
-        stretch, awaited = self._stretch, self._awaited
-        self._stretch, self._awaited = None, []
-        if stretch is None or self._buffer is None:
-            return
-        start = awaited[0][1]
-        place = self._buffer[start : start + _nbytes(stretch)]
-        try:
-            rows = stretch.rows(0, stretch.shape[0], place.numpy())
-        except Exception as error:
-            for at, _, _ in awaited:
-                self._on_error(at, error)
-            return
-        if rows.data_ptr() != place.data_ptr():
-            place.view(rows.dtype).view(stretch.shape).copy_(rows)
-        self._members += [(at, begin, rows.dtype, shape) for at, begin, shape in awaited]
-
-    def multiply(self, grams: torch.Tensor, tallies: Tallies) -> None:
-        """Puts the Gram of each into its place of `grams`; the equal ones that stand together, together."""
-        import torch
-
-        self._read()
-        if self._buffer is None or not self._members:  # none could be read
-            return
-        stored = self._staging.send(self._buffer[: self._end], grams.device)
-        for run in _alike(self._members):
-            (first, start, dtype, (M, N)), count = run[0], len(run)
-            nbytes = M * N * dtype.itemsize
-            step = -(-nbytes // 16) * 16
-            flat = stored[start : start + (count - 1) * step + nbytes]
-            given = torch.as_strided(flat.view(dtype), (count, M, N), (step // dtype.itemsize, N, 1))
-            wide = given.to(grams.dtype)
-            exact = wide if grams.dtype == torch.float64 else given
-            tallies.add([self._matrices[at] for at in range(first, first + count)], exact)
-            short = wide if M < N else wide.mT
-            torch.bmm(short, short.mT, out=grams[first : first + count])
+    def _add(self, block: torch.Tensor) -> None:
+        wide = block.to(self._gram.dtype)
+        exact = self._total is self._gram
+        if self._tallies is not None:
+            self._tallies.add([self._matrix], wide if exact else block)
+        if self._exponent:  # in two factors: one alone may be beyond float64
+            half = self._exponent // 2
+            wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - self._exponent)
+        if exact:
+            _add_lower(self._gram, wide)
+        else:
+            self._total.add_(wide.mT @ wide)
 
 
-def _nbytes(matrix: Matrix) -> int:
-    M, N = matrix.shape
-    return M * N * matrix.itemsize
+def _blocks_on(device: torch.device, matrix: Matrix) -> Iterator[torch.Tensor]:
+    """Blocks of rows on a GPU, as they are stored."""
+    with closing(uploads([lambda: nullcontext([matrix])], device, pack=False)) as sent:
+        for one in sent:
+            if isinstance(one, Failed):
+                raise one.error
+            yield one.block()
 
 
-def _alike(members: list[_Member]) -> Iterator[list[_Member]]:
-    """Runs of consecutive numbers of one dtype and shape."""
-    run: list[_Member] = []
+def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
+    """Puts the Gram of each member into its place of `grams`; the equal ones that stand together, together."""
+    import torch
+
+    for run in _alike(sent.members):
+        first, count = run[0], len(run)
+        M, N = first.matrix.shape
+        step = _step(first)
+        flat = sent.stored[first.begin : first.begin + (count - 1) * step + M * N * first.dtype.itemsize]
+        given = torch.as_strided(flat.view(first.dtype), (count, M, N), (step // first.dtype.itemsize, N, 1))
+        wide = given.to(grams.dtype)
+        exact = wide if grams.dtype == torch.float64 else given
+        tallies.add([member.matrix for member in run], exact)
+        short = wide if M < N else wide.mT
+        torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
+
+
+def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
+    """Runs of consecutive numbers of one dtype and shape, at equal distances."""
+    run: list[Member] = []
     for member in members:
-        if run and (member[0] != run[-1][0] + 1 or member[2:] != run[-1][2:]):
+        if run and _kind(member) != _kind(run[-1], after=1):
             yield run
             run = []
         run.append(member)
-    yield run
+    if run:
+        yield run
 
 
-def _staging() -> _Staging:
-    """This thread's."""
-    if not hasattr(_local, "staging"):
-        _local.staging = _Staging()
-    staging: _Staging = _local.staging
-    return staging
+def _kind(member: Member, after: int = 0) -> tuple[object, ...]:
+    """What the members `after` this one have, if they stand in one run with it."""
+    return member.at + after, member.begin + after * _step(member), member.dtype, member.matrix.shape
+
+
+def _step(member: Member) -> int:
+    """Bytes from it to the next one."""
+    M, N = member.matrix.shape
+    return -(-M * N * member.dtype.itemsize // 16) * 16
 
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
@@ -284,13 +208,5 @@ def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
 def _blocks(matrix: Matrix, dtype: np.dtype[Any]) -> Iterator[tuple[Literal[0, 1], np.ndarray]]:
     M, N = matrix.shape
     axis: Literal[0, 1] = 0 if N <= M else 1
-    for start, stop in _spans(max(M, N), min(M, N) * dtype.itemsize, BLOCK_BYTES):
+    for start, stop in spans(max(M, N), min(M, N) * dtype.itemsize, BLOCK_BYTES):
         yield axis, matrix.block(axis, start, stop, dtype)
-
-
-def _spans(length: int, bytes_each: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Equal spans, since one short block at the end would waste a pass over the Gram."""
-    count = max(1, -(-length * bytes_each // block_bytes))
-    step = -(-length // count)
-    for start in range(0, length, step):
-        yield start, min(start + step, length)

@@ -8,8 +8,7 @@ where its rounding (n·ε·λmax) would drown the λ that must be told from zero
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,9 +18,10 @@ from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Routine, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
-from shardesd.spectra.gram import BLOCK_BYTES, UPLOAD_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
+from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.tally import Tallies
+from shardesd.spectra.upload import UPLOAD_BYTES, Open
 from shardesd.spectra.worker import loaded_torch
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def compute(
 
 
 def compute_many(
-    opened: Sequence[Callable[[], AbstractContextManager[Sequence[Matrix]]]],
+    opened: Sequence[Open],
     *,
     n: int,
     solver: str = "auto",
