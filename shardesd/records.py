@@ -169,8 +169,12 @@ class Matrix(Protocol):
         """Whether it is bytes of an open file, nothing done to them: it can be read for as long as the file is open."""
         ...
 
-    def followed_by(self, other: Matrix) -> Matrix | None:
-        """The elements of two stretches as one column, where `other` lies behind this one in the same file."""
+    def precedes(self, other: Matrix) -> bool:
+        """Whether both are stretches, and `other` lies right behind this one in the same file."""
+        ...
+
+    def through(self, last: Matrix) -> Matrix:
+        """All elements from this one's first to the last one's, as one column."""
         ...
 
 

@@ -25,17 +25,9 @@ class ShardMatrix:
     def __init__(self, shard: Shard, tensor: TensorRef) -> None:
         self._shard = shard
         self._tensor = tensor
-        self._row_bytes = tensor.nbytes // tensor.shape[0]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(M, N)."""
-        return self._tensor.shape[0], self._tensor.shape[1]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a stored element."""
-        return max(1, self._row_bytes // self._tensor.shape[1])
+        M, N = self.shape = tensor.shape[0], tensor.shape[1]
+        self._row_bytes = tensor.nbytes // M
+        self.itemsize = max(1, self._row_bytes // N)
 
     def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
         """See `records.Matrix`. Columns cost a pass over the whole tensor."""
@@ -55,14 +47,21 @@ class ShardMatrix:
         """See `records.Matrix`."""
         return self._shard.delta(self._tensor) == ""
 
-    def followed_by(self, other: Matrix) -> ShardMatrix | None:
+    def precedes(self, other: Matrix) -> bool:
         """See `records.Matrix`."""
         if not isinstance(other, ShardMatrix) or other._shard is not self._shard:
-            return None
-        first, last = self._tensor, other._tensor
-        if first.end != last.start or first.dtype != last.dtype or not (self.is_stretch and other.is_stretch):
-            return None
-        return ShardMatrix(self._shard, replace(first, shape=(first.numel + last.numel, 1), end=last.end))
+            return False
+        one, next_ = self._tensor, other._tensor
+        return one.end == next_.start and one.dtype == next_.dtype and self.is_stretch and other.is_stretch
+
+    def through(self, last: Matrix) -> ShardMatrix:
+        """See `records.Matrix`."""
+        if not isinstance(last, ShardMatrix) or last._shard is not self._shard:
+            raise ValueError("they lie in different files")
+        end = last._tensor.end
+        return ShardMatrix(
+            self._shard, replace(self._tensor, shape=((end - self._tensor.start) // self.itemsize, 1), end=end)
+        )
 
     def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
         """See `records.Matrix`."""

@@ -106,9 +106,13 @@ class StoredMatrix:
         """False: they are in memory."""
         return False
 
-    def followed_by(self, other: Matrix) -> None:
-        """None: see `records.Matrix`."""
-        return
+    def precedes(self, other: Matrix) -> bool:
+        """False: see `records.Matrix`."""
+        return False
+
+    def through(self, last: Matrix) -> Matrix:
+        """Raises ValueError."""
+        raise ValueError("it is no stretch of a file")
 
     def rows(self, start: int, stop: int, buffer: np.ndarray | None = None) -> torch.Tensor:
         """Rows as stored, sharing memory with the raw elements (unless a stride is negative: then a copy)."""

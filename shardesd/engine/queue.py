@@ -27,6 +27,7 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
+_REACH = 256  # tasks for each slot of a GPU, of which a group takes up to 64
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
 
@@ -49,7 +50,7 @@ class Engine:
         prepare: Callable[[Device], None] = lambda device: None,
         classify: Callable[[Exception], Trouble] = lambda error: "memory" if isinstance(error, MemoryError) else "task",
         notice: Callable[[str], None] = lambda text: None,
-        reach: int = 256,
+        reach: int | None = None,
     ) -> None:
         self.devices = devices
         self.budget = budget
@@ -57,7 +58,9 @@ class Engine:
         self.prepare = prepare
         self.classify = classify
         self.notice = notice
-        self.reach = reach
+        slots = sum(device.slots for device in devices if device.name != "cpu")
+        self.reach = _REACH * max(1, slots) if reach is None else reach
+        """Tasks that are pulled from the caller's iterator before their outcomes are taken."""
 
     @property
     def gpus(self) -> int:
@@ -107,6 +110,8 @@ class _Run(Generic[K, T]):
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
+        self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
+        self._refill = engine.reach - max(1, engine.reach // 8)
         self._ready: Ready[K, T] = Ready()
         close_at_exit(self)
         self._places = [Place[K, T](device) for device in engine.devices]
@@ -143,7 +148,9 @@ class _Run(Generic[K, T]):
                 yield item
                 with self._changed:
                     self._pending -= 1
-                    self._changed.notify_all()
+                    if self._full and self._pending <= self._refill:
+                        self._full = False
+                        self._changed.notify_all()
         if failure is not None and not self._stop.is_set():
             raise failure
 
@@ -208,11 +215,12 @@ class _Run(Generic[K, T]):
                 with self._changed:
                     # Outcomes that the caller hasn't taken count too: a caller that pauses pauses the scan.
                     if self._pending >= self._engine.reach:
+                        self._full = True
                         self._all_here.set()
-                        self._changed.wait_for(lambda: self._over() or self._pending < self._engine.reach)
+                        self._changed.wait_for(lambda: self._over() or not self._full)
+                        self._all_here.clear()
                     if self._over():
                         return
-                    self._all_here.clear()
                     self._pending += 1
                     self._ready.add(Ticket(task, number))
                     if task.aside and not self._aside.workers:

@@ -33,18 +33,9 @@ class Tallied:
 
     def __init__(self, matrix: Matrix, nearly_zero: float, done: Callable[[Sequence[Part]], None]) -> None:
         self._matrix = matrix
+        self.shape, self.itemsize = matrix.shape, matrix.itemsize
         self.nearly_zero = nearly_zero
         self.done = done
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(M, N)."""
-        return self._matrix.shape
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of a stored element."""
-        return self._matrix.itemsize
 
     def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
         """See `Matrix`."""
@@ -55,13 +46,21 @@ class Tallied:
         """See `Matrix`."""
         return self._matrix.is_stretch
 
-    def followed_by(self, other: Matrix) -> Matrix | None:
+    def precedes(self, other: Matrix) -> bool:
         """See `Matrix`."""
-        return self._matrix.followed_by(other._matrix if isinstance(other, Tallied) else other)
+        return self._matrix.precedes(_bare(other))
+
+    def through(self, last: Matrix) -> Matrix:
+        """See `Matrix`."""
+        return self._matrix.through(_bare(last))
 
     def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
         """See `Matrix`."""
         return self._matrix.rows(start, stop, buffer)
+
+
+def _bare(matrix: Matrix) -> Matrix:
+    return matrix._matrix if isinstance(matrix, Tallied) else matrix
 
 
 class Tallies:

@@ -224,19 +224,17 @@ class _Pack:
         self._others: list[_Loaded | Failed] = []
         self._end = 0
         self._awaited: list[tuple[int, Matrix, int]] = []
-        """Number, matrix and first byte of those that are not yet read."""
-        self._stretch: Matrix | None = None
-        """All of them."""
+        """Number, matrix and first byte of those that are not yet read: one, or stretches that follow each other."""
 
     def has_room(self, matrix: Matrix) -> bool:
         return self._end + nbytes(matrix) <= UPLOAD_BYTES
 
     def add(self, at: int, matrix: Matrix) -> None:
         """Reads it, now or, of a stretch, before `all` gives it."""
-        joined = self._stretch.followed_by(matrix) if self._stretch and self._ends(self._stretch) else None
-        if joined is None:
-            self._read()
-        self._stretch = joined or matrix
+        if self._awaited:
+            _, last, begin = self._awaited[-1]
+            if begin + nbytes(last) != self._end or not last.precedes(matrix):
+                self._read()
         self._awaited.append((at, matrix, self._end))
         self._end += -(-nbytes(matrix) // 16) * 16
         if not matrix.is_stretch:
@@ -248,19 +246,15 @@ class _Pack:
         yield from self._others
         yield _Loaded(self._buffer[: self._end], self._number, self._members, packed=True)
 
-    def _ends(self, stretch: Matrix) -> bool:
-        """Whether the next matrix goes to right behind it."""
-        return self._awaited[0][2] + nbytes(stretch) == self._end
-
     def _read(self) -> None:
-        stretch, awaited = self._stretch, self._awaited
-        self._stretch, self._awaited = None, []
-        if stretch is None:
+        awaited, self._awaited = self._awaited, []
+        if not awaited:
             return
-        begin = awaited[0][2]
-        place = self._buffer[begin : begin + nbytes(stretch)]
+        (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
         try:
-            rows = stretch.rows(0, stretch.shape[0], place.numpy())
+            matrix = first.through(last) if len(awaited) > 1 else first
+            place = self._buffer[begin : begin + nbytes(matrix)]
+            rows = matrix.rows(0, matrix.shape[0], place.numpy())
         except Exception as error:
             self._others += [Failed(at, error) for at, _, _ in awaited]
             return
@@ -269,7 +263,7 @@ class _Pack:
             member = Member(at, matrix, 0, rows.dtype, matrix.shape[0])
             self._others.append(_Loaded(_bytes(rows), None, [member], packed=True))
             return
-        self._members += [Member(at, matrix, first, rows.dtype, matrix.shape[0]) for at, matrix, first in awaited]
+        self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
 
 
 def _in(place: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
