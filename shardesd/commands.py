@@ -30,9 +30,8 @@ from typing import BinaryIO
 from shardesd.batch import Metrics, configuration
 from shardesd.engine import Neighbours
 from shardesd.errors import ListError, NoSpace, OptionError, ResultsError
-from shardesd.events import JobEnded, JobStarted, JobState
+from shardesd.events import JobEnded, JobStarted, JobState, Notice
 from shardesd.options import GpuOptions
-from shardesd.records import Notice
 from shardesd.results import Lock, atomic, make_folders, named_errors, remove_leftovers
 
 COLUMNS = ("number", "command", "state", "exit_code", "gpus", "started", "seconds", "log")

@@ -1,11 +1,127 @@
-"""What a batch tells to whoever listens (the live screen, the log file, a test), beside the events of its scans."""
+"""What a scan or a batch tells to whoever listens (the live screen, a log, a test). Nothing waits for a listener."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from shardesd.records import Event, Notice
+from shardesd.records import Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanStarted:
+    model_id: str
+    revision: str | None
+    commit: str | None
+    shards: int
+    total_bytes: int | None
+    """Of all shards, where they are known."""
+    matrices: int | None
+    """How many matrices there will be; None while unknown."""
+    exact: bool
+    """False where `matrices` is an estimate from names, since not all headers are here yet."""
+    devices: tuple[str, ...]
+    out: str | None
+    resumed: int = 0
+    """Rows that an earlier, unfinished run left and that are not computed again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetching:
+    """A shard's download has begun, or has got further."""
+
+    shard: str
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOpened:
+    """A shard's header has been read; its matrices follow."""
+
+    shard: str
+    number: int
+    """From 1."""
+    nbytes: int
+    matrices: int | None
+    """Of the whole scan, as far as is known by now."""
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDone:
+    shard: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixStarted:
+    longname: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowDone:
+    """A row is final: analysed, skipped or failed."""
+
+    row: Row
+    nbytes: int = 0
+    """Bytes of weights that were read for it."""
+    kept: bool = False
+    """Its λ were not computed but taken from those that are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceReport:
+    """One device at one moment."""
+
+    name: str
+    working: tuple[str, ...] = ()
+    """Longnames of what it works on."""
+    done: int = 0
+    """Matrices so far."""
+    memory: int = 0
+    """Bytes that this scan takes of it (a GPU)."""
+    retired: str = ""
+    """Why it is used no more; empty while it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineReport:
+    """What the engine does at one moment; comes several times a second."""
+
+    devices: tuple[DeviceReport, ...]
+    ready: int
+    """Matrices that wait for a device."""
+    bytes_in_flight: int
+    """Host memory of those in work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """Something that a user should know and that changes no number."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScanFinished:
+    model_id: str
+    analysed: int
+    failed: int
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Reason → how many."""
+    seconds: float = 0.0
+    files: tuple[str, ...] = ()
+    interrupted: bool = False
+
+
+Event = (
+    ScanStarted | Fetching | ShardOpened | ShardDone | MatrixStarted | RowDone | EngineReport | Notice | ScanFinished
+)
+
+
+# Of a batch, beside the events of its scans
 
 JobState = Literal["done", "failed", "killed", "timeout"]
 GpuState = Literal["ours", "free", "waiting", "busy", "gone"]

@@ -12,18 +12,8 @@ from shardesd import spectra
 from shardesd.checkpoint import Shard
 from shardesd.engine import State
 from shardesd.errors import MatrixError, SourceError
-from shardesd.records import (
-    NO_ANSWER,
-    NO_DEVICE,
-    NO_MEMORY,
-    DeviceReport,
-    EngineReport,
-    MatrixRef,
-    Row,
-    Skip,
-    Spectrum,
-    TensorRef,
-)
+from shardesd.events import DeviceReport, EngineReport
+from shardesd.records import NO_ANSWER, NO_DEVICE, NO_MEMORY, MatrixRef, Row, Skip, Spectrum, TensorRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

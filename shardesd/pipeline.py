@@ -15,21 +15,11 @@ from shardesd import matrices, spectra, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
+from shardesd.events import Event, MatrixStarted, RowDone, ShardDone, ShardOpened
 from shardesd.keep import Keep, Recall
 from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
-from shardesd.records import (
-    NEEDS,
-    Event,
-    MatrixRef,
-    MatrixStarted,
-    Row,
-    RowDone,
-    ShardDone,
-    ShardOpened,
-    Skip,
-    TensorRef,
-)
+from shardesd.records import NEEDS, MatrixRef, Row, Skip, TensorRef
 from shardesd.solver import Solver, Solving, factors, settled
 from shardesd.source import Fetcher
 from shardesd.statistics import Statistics

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, cast
 from shardesd import matrices, spectra
 from shardesd.engine import Device, Engine, available_memory, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
+from shardesd.events import Event, Notice, ScanFinished, ScanStarted
 from shardesd.keep import Keep
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
-from shardesd.records import Event, Notice, Row, ScanFinished, ScanStarted, Spectrum
+from shardesd.records import Row, Spectrum
 from shardesd.results import MemoryStore, ModelStore, Result
 from shardesd.version import __version__
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from shardesd import matrices, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard, open_local
 from shardesd.errors import NoRanges, NoSpace, SourceError
+from shardesd.events import Event, Fetching, Notice
 from shardesd.keep import Keep, Recall, default_folder
 from shardesd.options import ScanOptions
-from shardesd.records import Event, Fetching, MatrixRef, Notice, ShardRef, Skip, TensorRef
+from shardesd.records import MatrixRef, ShardRef, Skip, TensorRef
 from shardesd.source import Claims, cache_folder
 
 MOST = 0.5

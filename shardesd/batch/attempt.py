@@ -15,8 +15,8 @@ from shardesd.batch.failures import Failure, classify
 from shardesd.batch.model import ListRow
 from shardesd.engine import Engine
 from shardesd.errors import Held
+from shardesd.events import Event, Notice, ScanFinished, ScanStarted
 from shardesd.options import OutputOptions, ScanOptions
-from shardesd.records import Event, Notice, ScanFinished, ScanStarted
 from shardesd.results import ModelStore, find_finished
 from shardesd.scanner import scan
 

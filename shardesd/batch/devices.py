@@ -19,9 +19,8 @@ from shardesd.engine import (
     load_nvml,
     visible_gpus,
 )
-from shardesd.events import BatchEvent, GpuChanged
+from shardesd.events import BatchEvent, GpuChanged, Notice
 from shardesd.options import GpuOptions, ScanOptions
-from shardesd.records import Notice
 from shardesd.scanner import make_engine
 
 

@@ -16,14 +16,21 @@ from shardesd.events import (
     BatchEvent,
     BatchFinished,
     BatchStarted,
+    Fetching,
     GpuChanged,
+    MatrixStarted,
     ModelDone,
     ModelEvent,
     ModelFailed,
     ModelStarted,
+    Notice,
+    RowDone,
+    ScanFinished,
+    ScanStarted,
+    ShardDone,
+    ShardOpened,
 )
 from shardesd.options import LOG_LEVELS
-from shardesd.records import Fetching, MatrixStarted, Notice, RowDone, ScanFinished, ScanStarted, ShardDone, ShardOpened
 from shardesd.results import make_folders
 
 _log = logging.getLogger("shardesd.batch.events")

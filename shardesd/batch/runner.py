@@ -25,9 +25,17 @@ from shardesd.batch.model import ListRow
 from shardesd.batch.plan import Plan, Planned, chosen, make_plan
 from shardesd.batch.tables import Ledger
 from shardesd.engine import Neighbours, SharedEngine, cpu_device
-from shardesd.events import BatchEvent, BatchFinished, BatchStarted, ModelDone, ModelEvent, ModelFailed, ModelStarted
+from shardesd.events import (
+    BatchEvent,
+    BatchFinished,
+    BatchStarted,
+    ModelDone,
+    ModelEvent,
+    ModelFailed,
+    ModelStarted,
+    Notice,
+)
 from shardesd.options import BatchOptions, OutputOptions, ScanOptions
-from shardesd.records import Notice
 from shardesd.results import Finished, find_finished, make_folders
 
 LOOK_AGAIN = 1.0

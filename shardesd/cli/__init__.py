@@ -70,7 +70,7 @@ from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
 
 if TYPE_CHECKING:
-    from shardesd.records import Event, ScanFinished
+    from shardesd.events import Event, ScanFinished
     from shardesd.results import Result
 
 _SCAN = ScanOptions()
@@ -222,7 +222,7 @@ def _run(
     quiet: bool,
     verbose: bool,
 ) -> NoReturn:
-    from shardesd.records import ScanFinished
+    from shardesd.events import ScanFinished
     from shardesd.scanner import scan as run
     from shardesd.show import display
 

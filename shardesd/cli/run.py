@@ -93,8 +93,7 @@ def run(
 
 
 def _line(event: JobEvent | GpuChanged, total: int, verbose: bool) -> str:
-    from shardesd.events import JobEnded, JobStarted
-    from shardesd.records import Notice
+    from shardesd.events import JobEnded, JobStarted, Notice
 
     if isinstance(event, JobStarted):
         gpus = f" on GPU {','.join(event.gpus)}" if event.gpus else ""

@@ -49,7 +49,7 @@ def interruptible(
 ) -> Iterator[threading.Event]:
     """SIGINT or SIGTERM once: finish what is in flight and keep it. Twice: `now`, and stop."""
     stop = threading.Event()
-    from shardesd.records import Notice
+    from shardesd.events import Notice
 
     notice = Notice(message=f"stopping when {words} (Ctrl-C again: now)")
 

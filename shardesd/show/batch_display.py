@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardesd.events import BatchEvent, BatchFinished, BatchStarted, ModelDone, ModelFailed
-from shardesd.records import Notice
+from shardesd.events import BatchEvent, BatchFinished, BatchStarted, ModelDone, ModelFailed, Notice
 from shardesd.show.batch_live import batch_picture
 from shardesd.show.batch_plain import batch_lines
 from shardesd.show.batch_progress import BatchProgress

@@ -13,8 +13,9 @@ from shardesd.events import (
     ModelEvent,
     ModelFailed,
     ModelStarted,
+    Notice,
+    RowDone,
 )
-from shardesd.records import Notice, RowDone
 from shardesd.show.plain import failed_line
 from shardesd.show.text import clock, count, duration, printable, size
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from shardesd.records import Event, Notice, RowDone, ScanFinished
+from shardesd.events import Event, Notice, RowDone, ScanFinished
 from shardesd.show.live import picture
 from shardesd.show.plain import PlainLines, failed_line, finished_line, skipped_line
 from shardesd.show.progress import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.cells import cell_len
 from rich.text import Text
 
-from shardesd.records import ScanStarted
+from shardesd.events import ScanStarted
 from shardesd.show.alpha import RANGES
 from shardesd.show.columns import FAILED_STYLE, LIVE, layout
 from shardesd.show.progress import LAST_ROWS, View

@@ -5,16 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from shardesd.records import (
-    Event,
-    Fetching,
-    Notice,
-    Row,
-    RowDone,
-    ScanFinished,
-    ScanStarted,
-    ShardOpened,
-)
+from shardesd.events import Event, Fetching, Notice, RowDone, ScanFinished, ScanStarted, ShardOpened
+from shardesd.records import Row
 from shardesd.show.alpha import alpha_range
 from shardesd.show.live import devices, place
 from shardesd.show.progress import View

@@ -8,18 +8,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shardesd.records import (
+from shardesd.events import (
     EngineReport,
     Event,
     Fetching,
     MatrixStarted,
-    Row,
     RowDone,
     ScanFinished,
     ScanStarted,
     ShardDone,
     ShardOpened,
 )
+from shardesd.records import Row
 from shardesd.show.alpha import alpha_range
 from shardesd.show.memory import Memory, MemoryMeter
 

@@ -13,7 +13,8 @@ from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from shardesd.records import ROW_COLUMNS, Row, ScanFinished
+from shardesd.events import ScanFinished
+from shardesd.records import ROW_COLUMNS, Row
 from shardesd.show.alpha import BINS, NO_FIT, RANGES, AlphaRange, alpha_bins, alpha_range, bin_range
 from shardesd.show.columns import FAILED_STYLE, TABLE, fitted
 from shardesd.show.layers import layers_view

@@ -8,7 +8,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 
-from shardesd.records import Fetching, ShardRef
+from shardesd.events import Fetching
+from shardesd.records import ShardRef
 from shardesd.source.base import Source
 
 # How long a shard is held back until the next one's bytes begin to come.

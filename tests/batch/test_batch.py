@@ -21,8 +21,17 @@ from hub_server import Fault, HubServer, short_waits, use_hub
 
 import shardesd
 from shardesd.batch import log_file, tables
-from shardesd.events import BatchEvent, BatchStarted, ModelDone, ModelEvent, ModelFailed, ModelStarted
-from shardesd.records import Notice, RowDone, ScanStarted
+from shardesd.events import (
+    BatchEvent,
+    BatchStarted,
+    ModelDone,
+    ModelEvent,
+    ModelFailed,
+    ModelStarted,
+    Notice,
+    RowDone,
+    ScanStarted,
+)
 from shardesd.results import edit_table
 
 FAILED = {

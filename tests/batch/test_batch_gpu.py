@@ -14,9 +14,8 @@ from checkpoints import one_file, random_weights
 import shardesd
 from shardesd.commands import Commands, Counts
 from shardesd.engine import Neighbours, load_nvml, visible_gpus
-from shardesd.events import BatchEvent, GpuChanged, ModelEvent
+from shardesd.events import BatchEvent, GpuChanged, MatrixStarted, ModelEvent
 from shardesd.options import BatchOptions, GpuOptions
-from shardesd.records import MatrixStarted
 
 pytestmark = pytest.mark.gpu
 

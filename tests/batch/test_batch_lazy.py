@@ -20,9 +20,8 @@ from hub_server import HubServer, use_hub
 import shardesd
 from shardesd.batch import runner
 from shardesd.batch.ahead import Ahead
-from shardesd.events import BatchEvent, ModelEvent, ModelFailed
+from shardesd.events import BatchEvent, MatrixStarted, ModelEvent, ModelFailed, RowDone
 from shardesd.options import ScanOptions
-from shardesd.records import MatrixStarted, RowDone
 from shardesd.results import rebuild_summary
 from shardesd.source import open_source
 

@@ -18,9 +18,8 @@ import shardesd.commands
 from shardesd.commands import Commands, Counts, read_commands
 from shardesd.engine import Neighbours, visible_gpus
 from shardesd.errors import Held, ListError, NoSpace, OptionError
-from shardesd.events import JobEnded, JobStarted
+from shardesd.events import JobEnded, JobStarted, Notice
 from shardesd.options import GpuOptions
-from shardesd.records import Notice
 
 
 def table(out: Path) -> list[dict[str, str]]:

@@ -11,8 +11,8 @@ import torch
 
 import shardesd
 from shardesd.errors import MalformedHeader, NoWeights, OptionError
+from shardesd.events import Notice
 from shardesd.options import ScanOptions, parse_size, size_text
-from shardesd.records import Notice
 
 W = torch.linspace(-1, 1, 64).reshape(8, 8) ** 3
 

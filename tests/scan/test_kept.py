@@ -19,8 +19,8 @@ from hub_server import HubServer, use_hub
 from safetensors.numpy import load_file, save_file
 
 import shardesd
+from shardesd.events import MatrixStarted, RowDone
 from shardesd.keep import Keep
-from shardesd.records import MatrixStarted, RowDone
 
 
 def scanned(place: Any, **options: Any) -> tuple[shardesd.Result, int, int]:

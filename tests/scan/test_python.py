@@ -11,7 +11,8 @@ import torch
 from checkpoints import one_file, random_weights, sharded
 
 import shardesd
-from shardesd.records import ROW_COLUMNS, Row, RowDone, ScanFinished, ScanStarted, ShardDone
+from shardesd.events import RowDone, ScanFinished, ScanStarted, ShardDone
+from shardesd.records import ROW_COLUMNS, Row
 
 
 def state_dict(tensors: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import shardesd
 from shardesd.errors import NoRanges, ShardChanged
-from shardesd.records import Fetching, MatrixStarted, Notice, RowDone
+from shardesd.events import Fetching, MatrixStarted, Notice, RowDone
 
 SHARDS = "*.safetensors"
 

@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 
 import shardesd
 import shardesd.scanner
+from shardesd.events import MatrixStarted, RowDone
 from shardesd.opening import What
 from shardesd.options import OutputOptions, ScanOptions
-from shardesd.records import MatrixStarted, RowDone
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ from checkpoints import command, random_weights, sharded
 from hub_server import Fault, HubServer, short_waits, use_hub
 
 import shardesd
-from shardesd.records import Row, RowDone, ShardOpened
+from shardesd.events import RowDone, ShardOpened
+from shardesd.records import Row
 
 
 @pytest.fixture

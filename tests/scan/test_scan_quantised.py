@@ -15,7 +15,7 @@ from quantised_files import decoded, opened, random, store
 
 import shardesd
 from shardesd.checkpoint import open_live
-from shardesd.records import Event, ShardOpened
+from shardesd.events import Event, ShardOpened
 
 E4M3 = torch.float8_e4m3fn
 SIZE, HIDDEN, EXPERTS, LAYERS = 32, 48, 64, 4

@@ -8,7 +8,8 @@ from dataclasses import asdict
 import polars as pl
 from rich.console import Console
 
-from shardesd.records import Row, ScanFinished, ScanStarted
+from shardesd.events import ScanFinished, ScanStarted
+from shardesd.records import Row
 
 MODEL = "meta-llama/Meta-Llama-3-8B-Instruct"
 

@@ -12,24 +12,22 @@ from shardesd.events import (
     BatchEvent,
     BatchFinished,
     BatchStarted,
+    DeviceReport,
+    EngineReport,
+    Fetching,
     GpuChanged,
+    MatrixStarted,
     ModelDone,
     ModelEvent,
     ModelFailed,
     ModelStarted,
-)
-from shardesd.records import (
-    DeviceReport,
-    EngineReport,
-    Fetching,
-    MatrixStarted,
     Notice,
-    Row,
     RowDone,
     ScanStarted,
     ShardDone,
     ShardOpened,
 )
+from shardesd.records import Row
 from shardesd.show import batch_display
 from shardesd.show.batch_live import batch_picture
 from shardesd.show.batch_progress import BatchProgress

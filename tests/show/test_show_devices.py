@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.cells import cell_len
 
-from shardesd.records import DeviceReport, EngineReport, ScanStarted
+from shardesd.events import DeviceReport, EngineReport, ScanStarted
 from shardesd.show.live import picture
 from shardesd.show.progress import Progress
 

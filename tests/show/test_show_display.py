@@ -7,7 +7,7 @@ import time
 import pytest
 from show_events import console, failed, finished, row, skipped, started, written
 
-from shardesd.records import Fetching, MatrixStarted, Notice, RowDone, ShardDone, ShardOpened
+from shardesd.events import Fetching, MatrixStarted, Notice, RowDone, ShardDone, ShardOpened
 from shardesd.show import display
 from shardesd.show.plain import PlainLines
 from shardesd.show.progress import Progress

@@ -4,7 +4,7 @@ import pytest
 from rich.cells import cell_len
 from show_events import console, failed, row, show, skipped, started, written
 
-from shardesd.records import Fetching, MatrixStarted, RowDone, ShardOpened
+from shardesd.events import Fetching, MatrixStarted, RowDone, ShardOpened
 from shardesd.show.live import picture
 from shardesd.show.progress import Progress
 from shardesd.show.text import Lines

@@ -5,7 +5,7 @@ import threading
 import pytest
 from show_events import failed, row, skipped, started
 
-from shardesd.records import Fetching, MatrixStarted, RowDone, ScanFinished, ShardDone, ShardOpened
+from shardesd.events import Fetching, MatrixStarted, RowDone, ScanFinished, ShardDone, ShardOpened
 from shardesd.show.live import picture
 from shardesd.show.plain import progress_line
 from shardesd.show.progress import LAST_ROWS, Progress

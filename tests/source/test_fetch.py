@@ -11,7 +11,8 @@ from hub_server import Fault, HubServer, wait_until
 from huggingface_hub import constants
 
 from shardesd.errors import SourceError
-from shardesd.records import Fetching, ShardRef
+from shardesd.events import Fetching
+from shardesd.records import ShardRef
 from shardesd.source import Fetcher, Source, open_source
 
 COUNT = 4

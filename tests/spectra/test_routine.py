@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 import shardesd
 from shardesd import scanner, spectra
 from shardesd.engine import Device, Engine, Task
-from shardesd.records import Event, Notice
+from shardesd.events import Event, Notice
 from shardesd.spectra import cusolver, eigen, two_stage
 from shardesd.spectra.two_stage import compile
 

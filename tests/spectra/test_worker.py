@@ -12,7 +12,7 @@ from checkpoints import one_file, random_weights
 LOOK = """
 import sys, shardesd
 from shardesd import spectra
-from shardesd.records import RowDone
+from shardesd.events import RowDone
 from threadpoolctl import threadpool_info
 
 def look(event):
