@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -37,6 +38,9 @@ _READ_BYTES = 1 << 20
 _CHUNK_ELEMENTS = 1 << 18
 """Counted at a time: few enough that they stay in the cache, so many that Python's own time is little."""
 
+_RANKED_AT_ONCE = 1 << 16
+"""λ whose ranks are counted at a time."""
+
 _Range = tuple[int, int]
 _local = threading.local()
 """A `metrics.Scratch` of each thread."""
@@ -57,6 +61,8 @@ class Statistics:
 
     _tensors: dict[str, _Tensor] = field(default_factory=dict)
     _ranks: dict[str, metrics.Ranks] = field(default_factory=dict)
+    _unranked: dict[str, np.ndarray] = field(default_factory=dict)
+    """λ whose ranks are not yet counted, all of one length."""
     _alone: deque[TensorRef] = field(default_factory=deque)
     """What no matrix reads, until a task takes it."""
     _for_gpus: deque[TensorRef] = field(default_factory=deque)
@@ -179,17 +185,28 @@ class Statistics:
             self._put(tensor, metrics.merge(part for part in found if part))
 
     def analysed(self, longname: str, eigs: np.ndarray) -> None:
-        """Take the ranks from the λ of a matrix, while they are at hand."""
-        self._ranks[longname] = metrics.ranks(eigs)
+        """Take the ranks from the λ of a matrix, while they are at hand; of several at once, in fewer calls."""
+        if any(len(other) != len(eigs) for other in islice(self._unranked.values(), 1)):
+            self._rank()
+        self._unranked[longname] = eigs
+        if len(self._unranked) * len(eigs) >= _RANKED_AT_ONCE:
+            self._rank()
+
+    def _rank(self) -> None:
+        if self._unranked:
+            found = metrics.ranks(np.stack(list(self._unranked.values())))
+            self._ranks.update(zip(self._unranked, found, strict=True))
+            self._unranked.clear()
 
     def rows(self, template: Row, eigs: Callable[[str], np.ndarray | None]) -> Iterator[StatsRow]:
         """A row per tensor in natural order of names; `eigs` gives the λ of a longname that an earlier run analysed,
         None where there are none."""
+        self._rank()
 
         def ranks(longname: str) -> metrics.Ranks | None:
             found = self._ranks.get(longname)
             if found is None and (before := eigs(longname)) is not None:
-                found = metrics.ranks(before)
+                (found,) = metrics.ranks(before[None])
             return found
 
         for name in sorted(self._tensors, key=matrices.natural_key):

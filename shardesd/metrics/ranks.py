@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,12 +24,11 @@ class Ranks:
     """The least k for which the k largest σ² make up 90 % of their sum."""
 
 
-def ranks(eigs: ArrayLike) -> Ranks:
-    """Of all λ = σ² of a matrix, ascending; the largest is positive."""
-    descending = np.asarray(eigs, np.float64)[::-1]
-    energy = np.cumsum(descending)
-    return Ranks(
-        descending.size,
-        int(np.count_nonzero(np.sqrt(descending) > RELATIVE * np.sqrt(descending[0]))),
-        min(bisect_left(energy, ENERGY * energy[-1]) + 1, descending.size),
-    )
+def ranks(eigs_BN: ArrayLike) -> list[Ranks]:
+    """Of all λ = σ² of matrices of one size, each row ascending; the largest is positive."""
+    descending = np.asarray(eigs_BN, np.float64)[:, ::-1]
+    energy = np.cumsum(descending, axis=1)
+    size = descending.shape[1]
+    actual = (np.sqrt(descending) > RELATIVE * np.sqrt(descending[:, :1])).sum(axis=1)
+    below = (energy < ENERGY * energy[:, -1:]).sum(axis=1)
+    return [Ranks(size, one, min(k + 1, size)) for one, k in zip(actual.tolist(), below.tolist(), strict=True)]
