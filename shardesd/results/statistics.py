@@ -14,7 +14,7 @@ from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
 from shardesd.records import StatsRow
 from shardesd.results.files import atomic, make_folders, named_errors
-from shardesd.results.tables import plain_value, table_bytes
+from shardesd.results.tables import plain_values, table_bytes
 
 _POLARS: dict[type, pl.DataType] = {int: pl.Int64(), float: pl.Float64(), str: pl.String()}
 
@@ -32,7 +32,7 @@ def stats_frame(rows: Iterable[StatsRow]) -> pl.DataFrame:
     """A table with the columns and types of `STATS_SCHEMA`; a number that isn't finite is a null."""
     each = list(rows)
     return pl.DataFrame(
-        {name: [plain_value(getattr(row, name), kind) for row in each] for name, kind in _TYPES.items()},
+        {name: plain_values([getattr(row, name) for row in each], kind) for name, kind in _TYPES.items()},
         schema=STATS_SCHEMA,
     )
 

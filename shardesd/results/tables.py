@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -62,11 +62,23 @@ def plain_value(value: Any, kind: type) -> Any:
     return value
 
 
+def plain_values(values: Sequence[Any], kind: type) -> Sequence[Any]:
+    """`plain_value` of each."""
+    if set(map(type, values)) == {kind} and all(map(_IS_PLAIN[kind], values)):
+        return values
+    return [plain_value(value, kind) for value in values]
+
+
+_IS_PLAIN: dict[type, Callable[[Any], bool]] = {
+    **{bool: lambda value: True, int: lambda value: True},
+    **{float: math.isfinite, str: str.isascii},
+}
+
+
 def to_frame(rows: Iterable[Row]) -> pl.DataFrame:
     """A table with the columns and types of `SCHEMA`, in the order of `rows`."""
     columns = list(zip(*map(_values, rows), strict=True)) or [()] * len(ROW_COLUMNS)
-    plain = ([plain_value(value, kind) for value in column] for column, kind in zip(columns, _KINDS, strict=True))
-    return pl.DataFrame(dict(zip(ROW_COLUMNS, plain, strict=True)), schema=dict(SCHEMA))
+    return pl.DataFrame(dict(zip(ROW_COLUMNS, map(plain_values, columns, _KINDS), strict=True)), schema=dict(SCHEMA))
 
 
 def to_rows(layers: pl.DataFrame) -> list[Row]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -153,6 +154,7 @@ def compute_product(left_Mr: np.ndarray, right_rN: np.ndarray) -> Spectrum:
     return _spectrum(eigs, "svd", "float64", "cpu", time.perf_counter() - started)
 
 
+@lru_cache(maxsize=1024)
 def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto") -> int:
     """Host memory that `compute` takes at its peak for one M × N matrix on a CPU, beside the stored elements."""
     width = 4 if precision == "float32" else 8
@@ -163,6 +165,7 @@ def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto")
     return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * width
 
 
+@lru_cache(maxsize=1024)
 def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     """Memory of a GPU that one M × N matrix takes there at its peak."""
     if solver == "svd":
