@@ -27,7 +27,7 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
-_REACH = 256  # tasks for each slot of a GPU, of which a group takes up to 64
+_REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
 
@@ -59,7 +59,7 @@ class Engine:
         self.classify = classify
         self.notice = notice
         slots = sum(device.slots for device in devices if device.name != "cpu")
-        self.reach = _REACH * max(1, slots) if reach is None else reach
+        self.reach = (_REACH * slots or 256) if reach is None else reach
         """Tasks that are pulled from the caller's iterator before their outcomes are taken."""
 
     @property

@@ -104,8 +104,11 @@ def missing_batched(index: int) -> str | None:
 
 
 def batch_size(n: int) -> int:
-    """How many matrices of size n to solve together: more gains little, and takes memory."""
-    return 64 if n <= 1024 else 32 if n <= 2048 else 16 if n <= 4096 else 4 if n <= 8192 else 1
+    """How many matrices of size n to solve together: more gains little, and takes memory.
+
+    Of small ones many: to launch what solves them takes longer than the solve itself.
+    """
+    return 256 if n <= 512 else 128 if n <= 1024 else 32 if n <= 2048 else 16 if n <= 4096 else 4 if n <= 8192 else 1
 
 
 def device_bytes(n: int) -> int:

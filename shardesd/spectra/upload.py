@@ -100,7 +100,10 @@ class Staging:
 
         on_device = stored.to(device, non_blocking=number is not None)
         if number is not None:
-            self._sent[number] = torch.cuda.current_stream(device).record_event()
+            event = self._sent[number]  # used again: to make one takes the driver long
+            if event is None or event.device != on_device.device:
+                event = self._sent[number] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(device))
         return on_device
 
 

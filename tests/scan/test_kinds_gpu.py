@@ -1,0 +1,103 @@
+"""Whatever a checkpoint's matrices are made of, a GPU is sent what a CPU sees: through a CPU in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import one_file
+from gpu_on_cpu import pretend
+from polars.testing import assert_frame_equal
+from quantised_files import store
+from safetensors.torch import save_file
+from test_scan_adapters import lora
+
+import shardesd
+
+H = 32
+SHAPES = {"self_attn.q_proj": (H, H), "self_attn.o_proj": (H, H), "mlp.up_proj": (48, H), "mlp.down_proj": (H, 48)}
+SHAPES |= {"mlp.gate_proj": (300, H)}  # does not fit into one buffer
+
+
+def weights(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"model.layers.{i}.{name}.weight": torch.randn(shape, generator=generator).to(dtype)
+        for i in range(4)
+        for name, shape in SHAPES.items()
+    }
+
+
+def saved(folder: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Path:
+    folder.mkdir(parents=True)
+    save_file(weights(seed, dtype), folder / "model.safetensors")
+    return folder
+
+
+def plain(folder: Path) -> dict[str, Any]:
+    return {"model": saved(folder / "plain")}
+
+
+def single(folder: Path) -> dict[str, Any]:
+    return {"model": saved(folder / "float32", dtype=torch.float32)}
+
+
+def adapted(folder: Path) -> dict[str, Any]:
+    modules = {f"model.layers.{i}.{name}": shape for i in (0, 2, 3) for name, shape in SHAPES.items()}
+    lora(folder / "adapter", saved(folder / "base"), modules)
+    return {"model": folder / "adapter"}
+
+
+def delta(folder: Path) -> dict[str, Any]:
+    return {**adapted(folder), "delta": True}
+
+
+def minus(folder: Path) -> dict[str, Any]:
+    return {"model": saved(folder / "one"), "minus": saved(folder / "other", 1)}
+
+
+def quantised(folder: Path) -> dict[str, Any]:
+    tensors: dict[str, torch.Tensor] = {}
+    for name, W in weights(0, torch.float32).items():
+        tensors |= {
+            name: W.to(torch.float8_e4m3fn),
+            f"{name}_scale_inv": torch.rand(-(-W.shape[0] // 16), W.shape[1] // 16) + 0.5,
+        }
+    return {
+        "model": store(folder / "fp8", tensors, quantization={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    }
+
+
+def stacked(folder: Path) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    tensors = {
+        f"model.layers.{i}.mlp.experts.{name}": rng.standard_normal((12, *shape)).astype(np.float32)
+        for i in range(2)
+        for name, shape in (("gate_up_proj", (2 * H, H)), ("down_proj", (H, H)))
+    }
+    return {"model": one_file(folder / "stacked", tensors)}
+
+
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("made", [plain, single, adapted, delta, minus, quantised, stacked])
+def test_a_gpu_is_sent_what_a_cpu_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
+) -> None:
+    how = {**made(tmp_path), "cache": False, "stats": stats}
+    expected = shardesd.scan(**how, device="cpu")
+    assert len(expected.layers) >= 12
+    assert not len(expected.failed)
+    pretend(monkeypatch, 1 << 14)
+    found = shardesd.scan(**how)
+    assert not len(found.failed), found.failed["reason"].to_list()
+    assert found.layers["longname"].to_list() == expected.layers["longname"].to_list()
+    for longname, eigs in expected.spectra.items():
+        assert np.allclose(found.spectra[longname], eigs, rtol=0, atol=1e-12 * eigs[-1])
+    if stats:
+        assert found.stats is not None
+        assert expected.stats is not None
+        assert_frame_equal(found.stats, expected.stats, rel_tol=1e-9, abs_tol=1e-12)

@@ -1,0 +1,239 @@
+"""How matrices come to a GPU: what is read, when, by which thread; with plain memory in place of pinned."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gpu_on_cpu import Staging, staged
+from safetensors.numpy import save_file
+
+from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
+from shardesd.checkpoint.reader import Reader
+from shardesd.records import Matrix, ShardRef
+from shardesd.spectra import upload
+from shardesd.spectra.upload import Failed, Open, Sent, uploads
+
+CPU = torch.device("cpu")
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def staging(monkeypatch: pytest.MonkeyPatch) -> Staging:
+    return staged(monkeypatch, 1 << 12)
+
+
+def opened(matrix: Matrix, log: list[str] | None = None) -> Open:
+    @contextmanager
+    def run() -> Iterator[Sequence[Matrix]]:
+        if log is not None:
+            log.append("opened")
+        yield [matrix]
+        if log is not None:
+            log.append("closed")
+
+    return run
+
+
+def numbers(sent: Sent) -> dict[int, np.ndarray]:
+    """Of each member."""
+    found = {}
+    for member in sent.members:
+        N = member.matrix.shape[1]
+        flat = sent.stored[member.begin : member.begin + member.rows * N * member.dtype.itemsize]
+        found[member.at] = flat.view(member.dtype).view(member.rows, N).to(torch.float64).numpy()
+    return found
+
+
+def all_of(items: Sequence[Open], pack: bool = True) -> tuple[dict[int, np.ndarray], dict[int, Exception]]:
+    found: dict[int, list[np.ndarray]] = {}
+    failed: dict[int, Exception] = {}
+    with closing(uploads(items, CPU, pack=pack)) as sent:
+        for one in sent:
+            if isinstance(one, Failed):
+                failed[one.at] = one.error
+            else:
+                for at, block in numbers(one).items():
+                    found.setdefault(at, []).append(block)
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-reader")]
+    return {at: np.concatenate(blocks) for at, blocks in found.items()}, failed
+
+
+def test_every_element_arrives_once_and_in_its_place(staging: Staging) -> None:
+    """Small ones of many shapes and types, some in odd numbers of bytes, and large ones among them."""
+    shapes = [(3, 5), (7, 7), (7, 7), (1, 1), (90, 60), (2, 9), (300, 8), (8, 300), (16, 16), (16, 16), (1, 700)]
+    for pack in (True, False):
+        Ws = [RNG.standard_normal(shape).astype(t) for shape in shapes for t in (np.float64, np.float32, np.float16)]
+        words = {8: "F64", 4: "F32", 2: "F16"}
+        found, failed = all_of([opened(StoredMatrix(W, words[W.itemsize])) for W in Ws], pack)
+        assert not failed
+        assert sorted(found) == list(range(len(Ws)))
+        for at, W in enumerate(Ws):
+            assert np.array_equal(found[at], W.astype(np.float64))
+    assert staging.sent >= 2 * sum(W.nbytes for W in Ws)
+
+
+def files(folder: Path, tensors: dict[str, np.ndarray]) -> Any:
+    save_file(tensors, folder / "m.safetensors")
+    return open_shard(ShardRef(name="m.safetensors"), folder / "m.safetensors")
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, str]]:
+    reads: list[tuple[int, int, str]] = []
+    read = Reader.read
+
+    def noted(self: Reader, start: int, end: int, into: Any = None) -> Any:
+        reads.append((start, end, threading.current_thread().name))
+        return read(self, start, end, into)
+
+    monkeypatch.setattr(Reader, "read", noted)
+    return reads
+
+
+def test_what_lies_together_in_a_file_is_read_at_once(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any shapes; by a thread of its own."""
+    rng = np.random.default_rng(1)
+    tensors = {f"t{i}": rng.standard_normal((8, 8) if i % 3 else (4, 16)).astype(np.float32) for i in range(12)}
+    with files(tmp_path, tensors) as shard:
+        reads = count_reads(monkeypatch)
+        found, failed = all_of([opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors])
+    assert not failed
+    for at, tensor in enumerate(shard.tensors):
+        assert np.array_equal(found[at], tensors[tensor.name])
+    assert len(reads) == 1, "12 matrices of 256 bytes fit into 4096"
+    assert reads[0][1] - reads[0][0] == 12 * 256
+    assert reads[0][2].endswith("-reader")
+
+
+def test_what_does_not_lie_together_is_read_by_itself(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every other tensor; sizes that are no multiple of what a GPU's addresses must be; other types."""
+    tensors = {f"a{i}": RNG.standard_normal((5, 5)).astype(np.float32) for i in range(6)}
+    tensors |= {f"b{i}": RNG.standard_normal((4, 4)).astype(np.float16 if i % 2 else np.float32) for i in range(6)}
+    with files(tmp_path, tensors) as shard:
+        reads = count_reads(monkeypatch)
+        by_name = {tensor.name: tensor for tensor in shard.tensors}
+        names = ["a0", "a1", "a2", "b0", "b2", "b4", "b1", "b3", "b5", "a5"]
+        found, failed = all_of([opened(ShardMatrix(shard, by_name[name])) for name in names])
+        assert not failed
+        for at, name in enumerate(names):
+            assert np.array_equal(found[at], tensors[name])
+        together = [by_name[name] for name in ("b0", "b2", "b4")]
+        joined = 2 * (together[0].end == together[1].start and together[1].end == together[2].start)
+        halves = [by_name[name] for name in ("b1", "b3", "b5")]
+        joined += 2 * (halves[0].end == halves[1].start and halves[1].end == halves[2].start)
+        assert joined, "the file lays them out by type"
+        assert len(reads) == len(names) - joined, "100 bytes don't end where the next one may begin"
+
+
+def test_a_file_that_ends_too_early_costs_what_lies_there(tmp_path: Path, staging: Staging) -> None:
+    tensors = {f"t{i}": RNG.standard_normal((8, 8)).astype(np.float32) for i in range(3)}
+    other = StoredMatrix(np.eye(8, dtype=np.float32), "F32")
+    with files(tmp_path, tensors) as shard:
+        with open(tmp_path / "m.safetensors", "r+b") as file:
+            file.truncate(shard.nbytes - 10)
+        items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
+        found, failed = all_of([items[0], opened(other), *items[1:], opened(other)])
+    assert sorted(failed) == [0, 2, 3]
+    assert sorted(found) == [1, 4]
+    assert np.array_equal(found[1], np.eye(8))
+
+
+def test_one_that_raises_costs_itself_alone(staging: Staging) -> None:
+    class Broken(StoredMatrix):
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            if stop > 20:
+                raise OSError("the file ends here")
+            return super().rows(start, stop)
+
+    @contextmanager
+    def closed() -> Iterator[Sequence[Matrix]]:
+        raise ValueError("it can't be opened")
+        yield []
+
+    good = RNG.standard_normal((30, 4))
+    for pack in (True, False):
+        items = [opened(StoredMatrix(good, "F64")), closed, opened(Broken(RNG.standard_normal((900, 4)), "F64"))]
+        items += [opened(Broken(RNG.standard_normal((25, 4)), "F64")), opened(StoredMatrix(good, "F64"))] * 3
+        found, failed = all_of(items, pack)
+        assert {at: type(error) for at, error in failed.items()} == {
+            1: ValueError,
+            **dict.fromkeys((2, 3, 5, 7), OSError),
+        }
+        assert {at for at, W in found.items() if np.array_equal(W, good)} == {0, 4, 6, 8}
+
+
+def test_what_is_wider_than_it_is_stored_is_sent_all_the_same(staging: Staging) -> None:
+    """As the rows are that an adapter is merged into: float32, of 16 bits a number in the file."""
+
+    class Merged(StoredMatrix):
+        itemsize = 2
+
+    Ws = [RNG.standard_normal((12, 12)).astype(np.float32) for _ in range(5)]
+    Ws.append(RNG.standard_normal((400, 12)).astype(np.float32))
+    for pack in (True, False):
+        found, failed = all_of([opened(Merged(W, "F32")) for W in Ws], pack)
+        assert not failed
+        for at, W in enumerate(Ws):
+            assert np.array_equal(found[at], W)
+
+
+def test_matrices_in_memory_are_open_one_at_a_time(staging: Staging) -> None:
+    log: list[str] = []
+    all_of([opened(StoredMatrix(np.eye(9), "F64"), log) for _ in range(20)])
+    assert log == ["opened", "closed"] * 20
+
+
+def test_no_more_is_read_than_there_are_buffers(staging: Staging) -> None:
+    """And who stops taking has the thread end, which reads nothing more."""
+    read: list[int] = []
+    reached = threading.Event()
+
+    class Noted(StoredMatrix):
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            read.append(start)
+            if len(read) > upload._BUFFERS:
+                reached.set()
+            return super().rows(start, stop)
+
+    sent = uploads([opened(Noted(np.ones((5000, 10)), "F64"))], CPU, pack=False)
+    next(sent)
+    assert reached.wait(20), "the buffer of what was sent is read into again"
+    assert len(read) == upload._BUFFERS + 1
+    sent.close()
+    assert len(read) <= upload._BUFFERS + 2
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-reader")]
+
+
+def test_an_exception_of_the_one_who_takes_ends_the_thread(staging: Staging) -> None:
+    def fails() -> None:
+        with closing(uploads([opened(StoredMatrix(np.ones((5000, 10)), "F64"))], CPU, pack=False)) as sent:
+            for _ in sent:
+                raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fails()
+    assert not [thread for thread in threading.enumerate() if thread.name.endswith("-reader")]
+
+
+def test_what_is_no_exception_of_a_matrix_ends_all(staging: Staging) -> None:
+    class Ended(BaseException):
+        pass
+
+    @contextmanager
+    def ends() -> Iterator[Sequence[Matrix]]:
+        raise Ended
+        yield []
+
+    items: list[Callable[[], Any]] = [opened(StoredMatrix(np.eye(3), "F64")), ends]
+    with pytest.raises(Ended):
+        all_of(items)
