@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -186,7 +185,7 @@ class Statistics:
 
     def analysed(self, longname: str, eigs: np.ndarray) -> None:
         """Take the ranks from the λ of a matrix, while they are at hand; of several at once, in fewer calls."""
-        if any(len(other) != len(eigs) for other in islice(self._unranked.values(), 1)):
+        if self._unranked and len(eigs) != len(next(iter(self._unranked.values()))):
             self._rank()
         self._unranked[longname] = eigs
         if len(self._unranked) * len(eigs) >= _RANKED_AT_ONCE:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,12 +112,16 @@ class Scratch:
         return int(np.count_nonzero(np.less_equal(np.abs(wide, out=wide), NEARLY_ZERO, out=flags)))
 
 
-@np.errstate(all="ignore")  # NaN and Inf go into what they make so
 def merge(parts: Iterable[Moments]) -> Moments | None:
     """Of all elements together; None of no parts. The result depends on the parts' order only by rounding."""
     each = list(parts)
     if len(each) < 2:
         return each[0] if each else None
+    with np.errstate(all="ignore"):  # NaN and Inf go into what they make so
+        return _merged(each)
+
+
+def _merged(each: Sequence[Moments]) -> Moments:
     sizes, means, m2s, lows, highs, zeros = zip(*each, strict=True)
     size = sum(sizes)
     # About the first mean, so that a large one costs no digits.
