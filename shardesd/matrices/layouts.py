@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardesd.matrices.expressions import Unknown, holds, size
-from shardesd.matrices.names import ends_with, role
+from shardesd.matrices.names import ends_with, role, unnumbered
 from shardesd.matrices.towers import Values
 
 ALL = slice(None)
@@ -115,13 +115,18 @@ class Piece:
 class Table:
     """Rows, asked from the top; a user's come before the built-in ones."""
 
-    def __init__(self, rows: Iterable[Layout]) -> None:
+    def __init__(self, rows: Iterable[Layout], *, numbers: bool = True) -> None:
+        """`numbers`: whether a row may ask for a certain layer or expert."""
         self.rows = tuple(rows)
-        self.named = lru_cache(maxsize=64)(self._named)
-        """The rows for a tensor of this name in such a model, whatever its sizes. Asked for each more than once."""
+        self._numbers = numbers
+        self._found = lru_cache(maxsize=1024)(self._find)
         self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
 
-    def _named(self, longname: str, model_type: str) -> list[Layout]:
+    def named(self, longname: str, model_type: str) -> list[Layout]:
+        """The rows for a tensor of this name in such a model, whatever its sizes."""
+        return self._found(longname if self._numbers else unnumbered(longname), model_type)
+
+    def _find(self, longname: str, model_type: str) -> list[Layout]:
         if model_type not in self._by_model:
             self._by_model[model_type] = tuple(
                 (row, ends_with(row.names))

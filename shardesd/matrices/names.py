@@ -126,6 +126,8 @@ _EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
 # type of its module.
 _PARAMETER = re.compile(r"\.(?:bias|weight|weight_\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$")
 
+_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
+
 _BLOCK_NUMBER = re.compile(
     r"(?:^|\.)(?:(?:\w+_)?(?:layers?|blocks?|stages?|groups?|resblocks)|h|features|cells)\.([0-9]{1,9})(?=\.|$)"
 )
@@ -157,7 +159,17 @@ def parse_name(name: str) -> Name:
 
 def role(longname: str) -> str:
     """What the matrix does in its block: `Name.block_type`, but ``gate_up``, ``down_proj`` … inside an expert too."""
-    stem = _PARAMETER.sub("", longname[-_LONGEST:])
+    return _role_of(unnumbered(_PARAMETER.sub("", longname[-_LONGEST:])))
+
+
+def unnumbered(name: str) -> str:
+    """The name with 0 for each number between two dots, of a layer or an expert: of thousands of names, a few dozen."""
+    return _NUMBER.sub("0", name)
+
+
+@lru_cache(maxsize=8192)
+def _role_of(stem: str) -> str:
+    """No rule asks for a number."""
     return next((part for part, rule in _ROLES if rule.search(stem)), "other")
 
 

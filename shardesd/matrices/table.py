@@ -249,7 +249,7 @@ PATCHES: tuple[Layout, ...] = (
     ),
 )
 
-BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *EXPERTS, *PATCHES))
+BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *EXPERTS, *PATCHES), numbers=False)
 
 
 def user_table(path: str) -> Table:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardesd.matrices import BLOCK_TYPES, Context, may_be_tied, natural_key, parse_name, plan, tie_order
+from shardesd.matrices import (
+    BLOCK_TYPES,
+    BUILT_IN,
+    Context,
+    may_be_tied,
+    names,
+    natural_key,
+    parse_name,
+    plan,
+    tie_order,
+)
+from shardesd.matrices.layouts import Table
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
 
@@ -357,3 +369,15 @@ def test_the_original_of_tied_tensors_is_the_outermost_embedding() -> None:
         *("shared.weight", "decoder.embed_tokens.weight", "encoder.embed_tokens.weight", "lm_head.weight"),
         "cls.predictions.decoder.weight",
     ]
+
+
+@given(st.sampled_from(sorted({name for rows in GOLDEN.values() for name, *_ in rows})), st.integers(0, 10**9))
+def test_no_rule_asks_which_layer_it_is(name: str, number: int) -> None:
+    """Names are looked up with their numbers left out: as the rules say of the whole name."""
+    renumbered = re.sub(r"(?<=\.)[0-9]+(?=\.)", str(number), name)
+    stem = names._PARAMETER.sub("", renumbered.removesuffix(".weight"))
+    expected = next((part for part, rule in names._ROLES if rule.search(stem)), "other")
+    assert names.role(renumbered.removesuffix(".weight")) == expected
+    for model_type in ("llama", "gpt_oss", "dbrx", "mixtral", "qwen3_next", "chatglm", "phi3"):
+        asked = Table(BUILT_IN.rows).named(renumbered, model_type)
+        assert BUILT_IN.named(renumbered, model_type) == asked
