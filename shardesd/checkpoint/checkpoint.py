@@ -138,6 +138,8 @@ class StoredCheckpoint:
         self._notes = list(notes)
         self._io = io
         self._known: dict[str, _Known] = {}
+        self._headers: dict[str, Header] = {}
+        """Parsed once: a shard is opened to be checked, and again to be read."""
         self._homes: dict[str, str] = {}
         self._named = 0
         """Stored tensors that `_names` was made from."""
@@ -182,9 +184,10 @@ class StoredCheckpoint:
 
     def open(self, shard: ShardRef, path: Path) -> StoredShard:
         """See `Checkpoint.open`."""
-        reader, header = _open(shard, path, self._io, self._described)
+        reader, header = _open(shard, path, self._io, self._described, self._headers.get(shard.name))
         try:
             with self._lock:
+                self._headers[shard.name] = header
                 self._readers[shard.name] = reader
                 tensors = self._learn(shard, header, reader.modified_ns, reader.path)
             return StoredShard(shard, reader, header, tensors, self._read_part)
@@ -336,14 +339,16 @@ def _read(reader: Reader, tensor: TensorRef, size: int, into: np.ndarray | None 
         yield data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
-def _open(ref: ShardRef, path: Path, io: str, described: Mapping[str, Any]) -> tuple[Reader, Header]:
+def _open(
+    ref: ShardRef, path: Path, io: str, described: Mapping[str, Any], known: Header | None = None
+) -> tuple[Reader, Header]:
     reader = Reader(path, io)
     try:
         if ref.name.endswith(".gguf"):
             return reader, read_gguf(reader.file, ref.name, described)
         if ref.name.endswith(PICKLED):
             return reader, read_pickled(reader.file, ref.name)
-        return reader, read_header(reader.file, ref.name)
+        return reader, read_header(reader.file, ref.name, known)
     except OSError as error:
         reader.close()
         raise unreadable(path, error) from error

@@ -69,9 +69,10 @@ class _NotTheFormat(ValueError):
     """JSON that Python would take and the format doesn't."""
 
 
-def read_header(file: BinaryIO, shard: str) -> Header:
+def read_header(file: BinaryIO, shard: str, known: Header | None = None) -> Header:
     """Parse and check the header of an open safetensors file; `shard` is the name that its `TensorRef`s carry.
 
+    Where it still is what gave `known`, that is returned.
     Raises `MalformedHeader` naming the file, and the tensor where there is one. OSError passes through.
     """
 
@@ -79,10 +80,12 @@ def read_header(file: BinaryIO, shard: str) -> Header:
         file.seek(start)
         return file.read(count)
 
-    return parse_header(read, os.fstat(file.fileno()).st_size, shard, str(file.name))
+    return parse_header(read, os.fstat(file.fileno()).st_size, shard, str(file.name), known)
 
 
-def parse_header(read: Callable[[int, int], bytes], size: int, shard: str, where: str) -> Header:
+def parse_header(
+    read: Callable[[int, int], bytes], size: int, shard: str, where: str, known: Header | None = None
+) -> Header:
     """As `read_header`, for a file of `size` bytes of which ``read(start, count)`` gives any; `where` names it."""
     head = read(0, 8)
     if len(head) < 8:
@@ -99,12 +102,15 @@ def parse_header(read: Callable[[int, int], bytes], size: int, shard: str, where
     raw = read(8, length)
     if len(raw) < length:
         raise MalformedHeader(f"{where}: the header ends after {len(raw)} of {length} bytes: download it again")
+    sha256 = hashlib.sha256(head + raw).hexdigest()
+    if known is not None and (known.sha256, known.size) == (sha256, size):
+        return known
     entries = _parse(raw, where)
     metadata = _metadata(entries.pop("__metadata__", None), where)
     tensors = tuple(_tensor(name, entry, shard, 8 + length, where) for name, entry in entries.items())
     tensors = tuple(sorted(tensors, key=lambda tensor: (tensor.start, tensor.end)))
     _check_coverage(tensors, 8 + length, size, where)
-    return Header(tensors=tensors, metadata=metadata, sha256=hashlib.sha256(head + raw).hexdigest(), size=size)
+    return Header(tensors=tensors, metadata=metadata, sha256=sha256, size=size)
 
 
 def strict_json(raw: bytes) -> Any:

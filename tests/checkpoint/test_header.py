@@ -233,3 +233,19 @@ def test_refuses_nothing_that_the_library_writes(tmp_path: Path) -> None:
         assert header.metadata == metadata
 
     check()
+
+
+def test_a_header_is_parsed_again_only_if_it_changed(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"a": np.arange(5, dtype=np.int8)}, path)
+    before = read(path)
+    with path.open("rb") as file:
+        assert read_header(file, path.name, before) is before
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"a"', b'"b"'))
+    with path.open("rb") as file:
+        (tensor,) = read_header(file, path.name, before).tensors
+    assert tensor.name == "b"
+    path.write_bytes(data[:-1])
+    with path.open("rb") as file, pytest.raises(MalformedHeader):
+        read_header(file, path.name, before)
