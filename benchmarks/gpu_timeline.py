@@ -90,7 +90,7 @@ def main() -> None:
     watch(marks, queue._Run, "_take", "waits", lambda given: 0)
     watch(marks, solve, "grams_cuda", "Grams", lambda given: len(given[0]))
     watch(marks, solve, "eigvalsh_many", "solves", lambda given: len(given[0]))
-    watch(marks, metrics, "measure", "fits", lambda given: 0)
+    watch(marks, metrics, "measure_many", "fits", lambda given: 0)
 
     def scan() -> shardesd.Result:
         return shardesd.scan(given.model, device=given.device, cache=False, stats=given.stats)

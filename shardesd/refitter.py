@@ -10,11 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shardesd import metrics
 from shardesd.errors import MatrixError, ResultsError, ShardesdError
 from shardesd.options import ScanOptions
 from shardesd.records import Row
 from shardesd.results import StoredModel, stored_models, update_summary
+
+_AT_ONCE = 1 << 16  # λ
 
 FIT_OPTIONS = ("fix_fingers", "evals_thresh", "filter_zeros", "bins")
 """The options that `refit` takes; all others stay as the scan had them."""
@@ -59,21 +63,40 @@ def _refit_one(folder: Path, name: str, changes: dict[str, Any]) -> tuple[Refitt
     try:
         with StoredModel(folder, name) as model:
             options = replace(ScanOptions(), **changes)
-            rows = [_measured(row, model, options) for row in model.rows]
+            anew = _measured(model, options)
+            rows = [anew.get(row.longname, row) for row in model.rows]  # failed and skipped ones have no λ
             return Refitted(name=name, rows=len(rows)), model.replace(rows, changes)
     except ShardesdError as error:
         return Refitted(name=name, problem=str(error)), None
 
 
-def _measured(row: Row, model: StoredModel, options: ScanOptions) -> Row:
-    """`row` with the metrics of its λ; one that has none (failed, or skipped) stays as it is."""
-    eigs = model.eigs(row.longname)
-    if eigs is None:
-        return row
-    try:
-        return replace(row, **metrics.measure(eigs, N=row.N, options=options))
-    except MatrixError as error:
-        raise ResultsError(f"{row.longname}: {error}; scan the model again") from error
+def _measured(model: StoredModel, options: ScanOptions) -> dict[str, Row]:
+    """Longname → row with the metrics of its λ, of those that have any; several of one length at once."""
+    found: dict[str, Row] = {}
+    waiting: dict[int, list[tuple[Row, np.ndarray]]] = {}
+
+    def measure(group: list[tuple[Row, np.ndarray]]) -> None:
+        try:
+            eigs_BN = np.stack([eigs for _, eigs in group])
+            measured = metrics.measure_many(eigs_BN, N=[row.N for row, _ in group], options=options)
+        except MatrixError as error:
+            if len(group) == 1:
+                raise ResultsError(f"{group[0][0].longname}: {error}; scan the model again") from error
+            for one in group:
+                measure([one])
+            return
+        found.update({row.longname: replace(row, **values) for (row, _), values in zip(group, measured, strict=True)})
+
+    for row in model.rows:
+        eigs = model.eigs(row.longname)
+        if eigs is not None:
+            group = waiting.setdefault(len(eigs), [])
+            group.append((row, eigs))
+            if len(group) * len(eigs) >= _AT_ONCE:
+                measure(waiting.pop(len(eigs)))
+    for group in waiting.values():
+        measure(group)
+    return found
 
 
 def _kept(folder: Path, found: tuple[Refitted, dict[str, Any] | None]) -> Refitted:
