@@ -124,12 +124,20 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     What is yielded last may still be on its way, which the current stream waits for. To be closed. One matrix is open
     at a time, besides those that are stretches of files.
     """
+    import torch
+
     staging = _staging()
     reading = _Reading(staging, opened, pack)
-    thread = threading.Thread(target=reading.run, name=f"{threading.current_thread().name}-reader", daemon=True)
-    thread.start()
+    name = f"{threading.current_thread().name}-reader"
+    thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
+    items: Iterator[_Loaded | Failed | BaseException]
     try:
-        while (item := reading.done.get()) is not None:
+        thread.start()
+        items = iter(reading.done.get, None)
+    except RuntimeError:  # the system allows no more threads: what is next is read when what came before has been sent
+        items = reading.items()
+    try:
+        for item in items:
             if isinstance(item, _Loaded):
                 stored = staging.send(item.stored, item.buffer, device)
                 if item.buffer is not None:
@@ -141,7 +149,8 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
                 raise item
     finally:
         reading.stop()
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
 
 
 class _Reading:
@@ -157,9 +166,14 @@ class _Reading:
         for number in range(_BUFFERS):
             self.free.put(number)
 
-    def run(self) -> None:
+    def run(self, device: torch.device, threads: int) -> None:
+        import torch
+
         try:
-            for item in self._items():
+            torch.set_num_threads(threads)
+            if device.type == "cuda":  # or to wait for an event would take memory of the first GPU, whose ever that is
+                torch.cuda.set_device(device)
+            for item in self.items():
                 self.done.put(item)
         except _Stopped:
             pass
@@ -173,7 +187,8 @@ class _Reading:
         self._stopped = True
         self.free.put(None)
 
-    def _items(self) -> Iterator[_Loaded | Failed]:
+    def items(self) -> Iterator[_Loaded | Failed]:
+        """Reads one after the other."""
         pack: _Pack | None = None
         for at, open_ in enumerate(self._opened):
             try:

@@ -237,3 +237,33 @@ def test_what_is_no_exception_of_a_matrix_ends_all(staging: Staging) -> None:
     items: list[Callable[[], Any]] = [opened(StoredMatrix(np.eye(3), "F64")), ends]
     with pytest.raises(Ended):
         all_of(items)
+
+
+def test_without_a_thread_all_arrives_too(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    shapes = [(3, 5), (90, 60), (2, 9), (300, 8), (16, 16), (16, 16), (8, 300)]
+    Ws = [RNG.standard_normal(shape) for shape in shapes]
+    found, failed = all_of([opened(StoredMatrix(W, "F64")) for W in Ws])
+    assert not failed
+    assert all(np.array_equal(found[at], W) for at, W in enumerate(Ws))
+
+
+def test_the_thread_uses_no_more_cores_than_the_one_it_reads_for(staging: Staging) -> None:
+    seen: list[tuple[str, int]] = []
+
+    class Noted(StoredMatrix):
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            seen.append((threading.current_thread().name, torch.get_num_threads()))
+            return super().rows(start, stop)
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        all_of([opened(Noted(np.eye(4), "F64"))])
+    finally:
+        torch.set_num_threads(before)
+    ((name, threads),) = seen
+    assert (name.endswith("-reader"), threads) == (True, 1)
