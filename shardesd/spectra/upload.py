@@ -68,8 +68,10 @@ class _Loaded(NamedTuple):
     """What is to be sent."""
 
     stored: torch.Tensor
+    pinned: bool
+    """Whether that lies in a buffer."""
     buffer: int | None
-    """Which buffer that lies in, if in one."""
+    """Which one can be read into again once it is sent, whether it lies there or not: or all would be read ahead."""
     members: Sequence[Member]
     packed: bool
 
@@ -95,7 +97,7 @@ class Staging:
         return self._buffers[number]
 
     def send(self, stored: torch.Tensor, number: int | None, device: torch.device) -> torch.Tensor:
-        """A copy on the device of what lies in a buffer, or elsewhere."""
+        """A copy on the device of what lies in a buffer, or, without a number, elsewhere."""
         import torch
 
         on_device = stored.to(device, non_blocking=number is not None)
@@ -139,7 +141,7 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     try:
         for item in items:
             if isinstance(item, _Loaded):
-                stored = staging.send(item.stored, item.buffer, device)
+                stored = staging.send(item.stored, item.buffer if item.pinned else None, device)
                 if item.buffer is not None:
                     reading.free.put(item.buffer)
                 yield Sent(stored, item.members, item.packed)
@@ -216,15 +218,11 @@ class _Reading:
             except BaseException:
                 self.free.put(number)
                 raise
-            stored = _in(buffer, rows)
+            member, stored = Member(at, matrix, 0, rows.dtype, stop - start), _in(buffer, rows)
             if stored is None:
-                self.free.put(number)
-            yield _Loaded(
-                _bytes(rows) if stored is None else stored,
-                None if stored is None else number,
-                [Member(at, matrix, 0, rows.dtype, stop - start)],
-                packed=False,
-            )
+                yield _Loaded(_bytes(rows), False, number, [member], packed=False)
+            else:
+                yield _Loaded(stored, True, number, [member], packed=False)
 
     def _buffer(self) -> tuple[int, torch.Tensor]:
         number = self.free.get()
@@ -262,7 +260,7 @@ class _Pack:
         """The buffer, and what could not be put into it."""
         self._read()
         yield from self._others
-        yield _Loaded(self._buffer[: self._end], self._number, self._members, packed=True)
+        yield _Loaded(self._buffer[: self._end], True, self._number, self._members, packed=True)
 
     def _read(self) -> None:
         awaited, self._awaited = self._awaited, []
@@ -279,7 +277,7 @@ class _Pack:
         if _in(place, rows) is None:  # it is wider than it is stored, since an adapter is merged into it
             ((at, matrix, _),) = awaited
             member = Member(at, matrix, 0, rows.dtype, matrix.shape[0])
-            self._others.append(_Loaded(_bytes(rows), None, [member], packed=True))
+            self._others.append(_Loaded(_bytes(rows), False, None, [member], packed=True))
             return
         self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
 
@@ -307,8 +305,9 @@ def nbytes(matrix: Matrix) -> int:
 
 
 def spans(length: int, bytes_each: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Equal spans, since one short block at the end would waste a pass over the Gram."""
-    count = max(1, -(-length * bytes_each // block_bytes))
+    """Spans of `block_bytes` at most, or of one row; equal ones: a short one at the end would waste a pass over G."""
+    most = max(1, block_bytes // max(1, bytes_each))
+    count = -(-length // most)
     step = -(-length // count)
     for start in range(0, length, step):
         yield start, min(start + step, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from gpu_on_cpu import Staging, staged
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
 from shardesd.records import Matrix, ShardRef
 from shardesd.spectra import upload
-from shardesd.spectra.upload import Failed, Open, Sent, uploads
+from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
@@ -193,8 +196,9 @@ def test_matrices_in_memory_are_open_one_at_a_time(staging: Staging) -> None:
     assert log == ["opened", "closed"] * 20
 
 
-def test_no_more_is_read_than_there_are_buffers(staging: Staging) -> None:
-    """And who stops taking has the thread end, which reads nothing more."""
+@pytest.mark.parametrize("itemsize", [8, 2])
+def test_no_more_is_read_than_there_are_buffers(staging: Staging, itemsize: int) -> None:
+    """Though it be wider than it is stored, and not lie there; and who stops taking has the thread end."""
     read: list[int] = []
     reached = threading.Event()
 
@@ -205,13 +209,24 @@ def test_no_more_is_read_than_there_are_buffers(staging: Staging) -> None:
                 reached.set()
             return super().rows(start, stop)
 
-    sent = uploads([opened(Noted(np.ones((5000, 10)), "F64"))], CPU, pack=False)
+    Noted.itemsize = itemsize  # type: ignore[assignment, method-assign]
+    sent = uploads([opened(Noted(np.ones((5000, 10)), "F64"))] * 20, CPU, pack=False)
     next(sent)
     assert reached.wait(20), "the buffer of what was sent is read into again"
+    time.sleep(0.05)
     assert len(read) == upload._BUFFERS + 1
     sent.close()
     assert len(read) <= upload._BUFFERS + 2
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-reader")]
+
+
+@given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 5000))
+def test_spans_cover_all_and_fit(length: int, bytes_each: int, block_bytes: int) -> None:
+    found = list(spans(length, bytes_each, block_bytes))
+    assert [at for start, stop in found for at in range(start, stop)] == list(range(length))
+    assert all((stop - start) * bytes_each <= max(block_bytes, bytes_each) for start, stop in found)
+    sizes = {stop - start for start, stop in found[:-1]}
+    assert len(sizes) <= 1
 
 
 def test_an_exception_of_the_one_who_takes_ends_the_thread(staging: Staging) -> None:
