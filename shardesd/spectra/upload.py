@@ -218,11 +218,15 @@ class _Reading:
             except BaseException:
                 self.free.put(number)
                 raise
-            member, stored = Member(at, matrix, 0, rows.dtype, stop - start), _in(buffer, rows)
-            if stored is None:
-                yield _Loaded(_bytes(rows), False, number, [member], packed=False)
-            else:
-                yield _Loaded(stored, True, number, [member], packed=False)
+            # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
+            for first, last in spans(stop - start, N * rows.element_size(), UPLOAD_BYTES):
+                if first:
+                    number, buffer = self._buffer()
+                member, stored = Member(at, matrix, 0, rows.dtype, last - first), _in(buffer, rows[first:last])
+                if stored is None:  # one row
+                    yield _Loaded(_bytes(rows[first:last].clone()), False, number, [member], packed=False)
+                else:
+                    yield _Loaded(stored, True, number, [member], packed=False)
 
     def _buffer(self) -> tuple[int, torch.Tensor]:
         number = self.free.get()
