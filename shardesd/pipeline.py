@@ -15,7 +15,7 @@ from shardesd import matrices, spectra, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
-from shardesd.events import Event, MatrixStarted, RowDone, ShardDone, ShardOpened
+from shardesd.events import Event, MatrixStarted, Notice, RowDone, ShardDone, ShardOpened
 from shardesd.keep import Keep, Recall
 from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
@@ -147,6 +147,8 @@ class Pipeline:
                         yield analysed
                         self.emit(RowDone(row=analysed.row, nbytes=analysed.nbytes, kept=analysed.kept))
                     self._left(outcome.key.shard, fetcher)
+                for name, why in self.statistics.refused.items():
+                    self.emit(Notice(message=f"'{name}' has no statistics: {why}"))
                 if uncounted is not None and not self.stop.is_set():
                     raise uncounted
             finally:

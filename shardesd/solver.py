@@ -14,7 +14,6 @@ import numpy as np
 
 from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import RangedShard, Shard, ShardMatrix, StoredMatrix, element_word
-from shardesd.errors import CheckpointError, MatrixError, SourceError
 from shardesd.keep import Recall, digest
 from shardesd.options import ScanOptions
 from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
@@ -100,7 +99,9 @@ class Solver:
                 if known is None:
                     return None
                 result: Solved | Exception = self._finished(item, shard, contents, known, kept=True)
-            except (CheckpointError, SourceError, MatrixError) as error:
+            except Exception as error:
+                if spectra.trouble(error) != "task":
+                    raise
                 result = error
             return result, time.perf_counter() - started
 

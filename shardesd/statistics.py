@@ -20,6 +20,7 @@ from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import Shard, ShardMatrix, StoredMatrix, is_integer, is_supported
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.engine import Task
+from shardesd.errors import MatrixError
 from shardesd.keys import Count, Key
 from shardesd.records import Matrix, MatrixRef, Row, Skip, StatsRow, TensorRef
 
@@ -62,6 +63,8 @@ class Statistics:
     _ranks: dict[str, metrics.Ranks] = field(default_factory=dict)
     _unranked: dict[str, np.ndarray] = field(default_factory=dict)
     """λ whose ranks are not yet counted, all of one length."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Tensor → why its elements, which no matrix needs, can't be had."""
     _alone: deque[TensorRef] = field(default_factory=deque)
     """What no matrix reads, until a task takes it."""
     _for_gpus: deque[TensorRef] = field(default_factory=deque)
@@ -178,9 +181,13 @@ class Statistics:
         buffer = np.empty(_READ_BYTES, np.uint8)
         for tensor in tensors:
             found = []
-            for piece in pieces(tensor, _READ_BYTES) if shard.in_blocks(tensor) else (tensor,):
-                with shard.read(piece, buffer) as raw:
-                    found.append(count(raw, tensor.dtype))
+            try:
+                for piece in pieces(tensor, _READ_BYTES) if shard.in_blocks(tensor) else (tensor,):
+                    with shard.read(piece, buffer) as raw:
+                        found.append(count(raw, tensor.dtype))
+            except MatrixError as error:  # of what no matrix reads: no row says so
+                self.refused[tensor.name] = str(error)
+                continue
             self._put(tensor, metrics.merge(part for part in found if part))
 
     def analysed(self, longname: str, eigs: np.ndarray) -> None:

@@ -10,7 +10,7 @@ from shardesd.errors import MatrixError
 
 def ascending(eigs: ArrayLike) -> NDArray[np.float64]:
     """A float64 copy of `eigs` whose last axis is sorted. Raises `MatrixError` where one is NaN or infinite."""
-    sorted_eigs = np.sort(np.asarray(eigs, dtype=np.float64), axis=-1)
+    sorted_eigs = np.sort(np.asarray(eigs, dtype=np.float64, order="C"), axis=-1)
     finite = np.isfinite(sorted_eigs)
     if not finite.all():
         bad = int(np.count_nonzero(~finite))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -213,26 +213,33 @@ class _Reading:
         M, N = matrix.shape
         for start, stop in spans(M, N * matrix.itemsize, UPLOAD_BYTES):
             number, buffer = self._buffer()
-            try:
+            with self._back_if_raised(number):
                 rows = matrix.rows(start, stop, buffer.numpy())
-            except BaseException:
-                self.free.put(number)
-                raise
             # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
             for first, last in spans(stop - start, N * rows.element_size(), UPLOAD_BYTES):
                 if first:
                     number, buffer = self._buffer()
-                member, stored = Member(at, matrix, 0, rows.dtype, last - first), _in(buffer, rows[first:last])
-                if stored is None:  # one row
-                    yield _Loaded(_bytes(rows[first:last].clone()), False, number, [member], packed=False)
-                else:
-                    yield _Loaded(stored, True, number, [member], packed=False)
+                member = Member(at, matrix, 0, rows.dtype, last - first)
+                with self._back_if_raised(number):
+                    pinned = _in(buffer, rows[first:last])
+                    stored = _bytes(rows[first:last].clone()) if pinned is None else pinned  # one row is too long
+                yield _Loaded(stored, pinned is not None, number, [member], packed=False)
 
     def _buffer(self) -> tuple[int, torch.Tensor]:
         number = self.free.get()
         if number is None or self._stopped:
             raise _Stopped
-        return number, self._staging.buffer(number)
+        with self._back_if_raised(number):
+            return number, self._staging.buffer(number)
+
+    @contextmanager
+    def _back_if_raised(self, number: int) -> Iterator[None]:
+        """A buffer that was asked for and will not be sent can be asked for again."""
+        try:
+            yield
+        except BaseException:
+            self.free.put(number)
+            raise
 
 
 class _Pack:
@@ -264,7 +271,8 @@ class _Pack:
         """The buffer, and what could not be put into it."""
         self._read()
         yield from self._others
-        yield _Loaded(self._buffer[: self._end], True, self._number, self._members, packed=True)
+        end = self._end if self._members else 0
+        yield _Loaded(self._buffer[:end], True, self._number, self._members, packed=True)
 
     def _read(self) -> None:
         awaited, self._awaited = self._awaited, []

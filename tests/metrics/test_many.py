@@ -53,6 +53,14 @@ def test_each_is_measured_as_if_alone(kind: str, B: int, n: int, method: str, fi
         assert plain(found) == plain(measure(eigs, N=columns, options=options))
 
 
+def test_in_whatever_order_they_lie() -> None:
+    eigs_BN = spectra("tails", 7, 301, 0)
+    options = ScanOptions()
+    assert measure_many(np.asfortranarray(eigs_BN), N=[400] * 7, options=options) == measure_many(
+        eigs_BN, N=[400] * 7, options=options
+    )
+
+
 def plain(values: dict[str, Any]) -> list[tuple[str, Any, type]]:
     """Which tells 0 from -0, and types."""
     return [(name, value.hex() if isinstance(value, float) else value, type(value)) for name, value in values.items()]

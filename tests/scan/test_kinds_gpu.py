@@ -72,6 +72,13 @@ def quantised(folder: Path) -> dict[str, Any]:
     }
 
 
+def fused(folder: Path) -> dict[str, Any]:
+    """Halves of a tensor, whose blocks would be longer than a buffer if their rows were rounded up."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"model.layers.{i}.mlp.gate_up_proj.weight": torch.randn(512, 80, generator=generator) for i in range(8)}
+    return {"model": store(folder / "phi3", tensors, model_type="phi3", hidden_size=80, num_attention_heads=4)}
+
+
 def stacked(folder: Path) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tensors = {
@@ -83,7 +90,7 @@ def stacked(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("made", [plain, single, adapted, delta, minus, quantised, stacked])
+@pytest.mark.parametrize("made", [plain, single, adapted, delta, minus, quantised, stacked, fused])
 def test_a_gpu_is_sent_what_a_cpu_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
 ) -> None:

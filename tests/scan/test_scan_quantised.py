@@ -15,7 +15,7 @@ from quantised_files import decoded, opened, random, store
 
 import shardesd
 from shardesd.checkpoint import open_live
-from shardesd.events import Event, ShardOpened
+from shardesd.events import Event, Notice, ShardOpened
 
 E4M3 = torch.float8_e4m3fn
 SIZE, HIDDEN, EXPERTS, LAYERS = 32, 48, 64, 4
@@ -157,3 +157,35 @@ def test_a_state_dict_is_decoded_too(tmp_path: Path) -> None:
         np.testing.assert_array_equal(raw, decoded(store(tmp_path, state))[name])
     (row,) = shardesd.stream(state)
     assert (row.dtype, row.quantised, row.status) == ("fp8_e4m3[channel]", True, "ok")
+
+
+def test_stats_of_what_cannot_be_decoded_and_no_matrix_needs_are_nulls(tmp_path: Path) -> None:
+    """It is left out for its shape, so no row tells of it: a notice does, and the scan goes on."""
+    generator = torch.Generator().manual_seed(0)
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, dtype=torch.int64).to(torch.int32)
+
+    tensors = {}
+    for layer, (inputs, outputs) in enumerate([(64, 48), (640, 48), (64, 48)]):
+        module = f"model.layers.{layer}.mlp.up_proj"
+        g_idx = torch.arange(inputs, dtype=torch.int32) // 32
+        if layer == 1:
+            g_idx[5] = 99
+        tensors |= {f"{module}.qweight": words(inputs // 8, outputs), f"{module}.g_idx": g_idx}
+        tensors |= {f"{module}.qzeros": words(inputs // 32, outputs // 8)}
+        tensors |= {f"{module}.scales": torch.rand(inputs // 32, outputs, generator=generator).half()}
+        tensors |= {f"model.layers.{layer}.input_layernorm.weight": torch.rand(48, generator=generator)}
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+    events: list[Event] = []
+    folder = store(tmp_path / "model", tensors, quantization=config)
+    result = shardesd.scan(folder, out=tmp_path / "out", stats=True, on_event=events.append, max_aspect=10)
+    assert len(result.layers) == 2
+    assert not len(result.failed)
+    assert result.stats is not None
+    means = dict(zip(result.stats["tensor"], result.stats["mean"], strict=True))
+    assert [name for name, mean in means.items() if mean is None] == ["model.layers.1.mlp.up_proj.weight"]
+    assert len(means) == 6
+    (told,) = [event.message for event in events if isinstance(event, Notice)]
+    assert told.startswith("'model.layers.1.mlp.up_proj.weight' has no statistics: ")
+    assert "g_idx" in told

@@ -18,11 +18,11 @@ from polars.testing import assert_frame_equal
 
 import shardesd
 from shardesd import matrices, metrics, spectra
-from shardesd.checkpoint import open_checkpoint
+from shardesd.checkpoint import StoredShard, open_checkpoint
 from shardesd.errors import ShardChanged
 from shardesd.keep import Keep, Recall
 from shardesd.options import ScanOptions
-from shardesd.records import NO_MEMORY, MatrixRef, Spectrum
+from shardesd.records import NO_MEMORY, MatrixRef, Spectrum, TensorRef
 from shardesd.solver import Solved, Solver
 from shardesd.source import open_source
 
@@ -184,3 +184,21 @@ def test_a_file_that_changes_while_a_gpu_is_fed_is_named(tmp_path: Path, monkeyp
     monkeypatch.setattr(spectra, "compute_many", cut)
     with pytest.raises(ShardChanged, match="changed from"):
         shardesd.scan(folder, cache=False)
+
+
+def test_what_one_tensor_raises_when_it_is_digested_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = one_file(tmp_path / "model", random_weights(layers=6))
+    pretend(monkeypatch)
+    read = StoredShard.read
+
+    def odd(self: StoredShard, tensor: TensorRef, into: Any = None) -> Any:
+        if "layers.3" in tensor.name and "q_proj" in tensor.name:
+            raise ValueError("odd")
+        return read(self, tensor, into)
+
+    monkeypatch.setattr(StoredShard, "read", odd)
+    result = shardesd.scan(folder, cache_dir=tmp_path / "kept")
+    assert result.failed["reason"].to_list() == ["ValueError: odd"]
+    assert len(result.layers) > 12

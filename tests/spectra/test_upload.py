@@ -298,3 +298,30 @@ def test_the_thread_uses_no_more_cores_than_the_one_it_reads_for(staging: Stagin
         torch.set_num_threads(before)
     ((name, threads),) = seen
     assert (name.endswith("-reader"), threads) == (True, 1)
+
+
+def test_no_buffer_is_lost_where_waiting_for_one_fails(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As CUDA may for one launch; two would be all there are."""
+    waited: list[int] = []
+    buffer = Staging.buffer
+
+    def fails(self: Staging, number: int) -> torch.Tensor:
+        waited.append(number)
+        if len(waited) in (2, 4, 5):
+            raise RuntimeError("CUDA error: invalid configuration argument")
+        return buffer(self, number)
+
+    monkeypatch.setattr(Staging, "buffer", fails)
+    good = RNG.standard_normal((40, 10))
+    found, failed = all_of([opened(StoredMatrix(good, "F64")) for _ in range(9)], pack=False)
+    assert len(failed) == 3
+    assert all(np.array_equal(W, good) for W in found.values())
+    assert sorted([*found, *failed]) == list(range(9))
+
+
+def test_nothing_is_sent_of_a_buffer_that_nothing_was_put_into(staging: Staging) -> None:
+    class Merged(StoredMatrix):
+        itemsize = 2
+
+    all_of([opened(Merged(np.ones((12, 12), np.float32), "F32")) for _ in range(5)])
+    assert staging.sent == 5 * 12 * 12 * 4
