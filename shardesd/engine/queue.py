@@ -78,7 +78,7 @@ class Engine:
     ) -> Generator[Outcome[K, T], None, None]:
         """Outcomes as they come, each task's once. Once `stop` is set, only tasks in flight are finished.
 
-        `run_many` solves tasks of one group together on a GPU; where it raises, they are run one by one. An exception
+        `run_many` solves tasks of one group together on a GPU; what it raises, each of them has raised. An exception
         of `tasks` itself is raised here when the tasks before it are done. `on_state` is called now and then, from the
         caller's thread.
         """

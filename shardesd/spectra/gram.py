@@ -57,9 +57,10 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0, tallies: Ta
 def grams_cuda(
     opened: Sequence[Open], grams: torch.Tensor, on_error: Callable[[int, Exception], None], tallies: Tallies
 ) -> None:
-    """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n). What reading one raises goes to `on_error`.
+    """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n).
 
-    Small ones travel and are multiplied together: launching work for each by itself takes longer than the work.
+    What reading one, or working on it, raises goes to `on_error`, once at least. Small ones travel and are multiplied
+    together: launching work for each by itself takes longer than the work.
     """
     total: _Sum | None = None
     with closing(uploads(opened, grams.device, pack=True)) as sent:
@@ -67,13 +68,18 @@ def grams_cuda(
             if isinstance(one, Failed):
                 total = None
                 on_error(one.at, one.error)
-            elif one.packed:
-                _multiply(one, grams, tallies)
-            else:
-                (member,) = one.members
-                total = total or _Sum(member.matrix, grams[member.at], tallies=tallies)
-                if total.add(one.block()):
-                    total = None
+                continue
+            try:
+                if one.packed:
+                    _multiply(one, grams, tallies)
+                else:
+                    (member,) = one.members
+                    total = total or _Sum(member.matrix, grams[member.at], tallies=tallies)
+                    if total.add(one.block()):
+                        total = None
+            except Exception as error:
+                for member in one.members:
+                    on_error(member.at, error)
 
 
 def count_cuda(matrix: Tallied, device: str) -> None:

@@ -25,6 +25,7 @@ from shardesd.options import ScanOptions
 from shardesd.records import NO_MEMORY, MatrixRef, Spectrum, TensorRef
 from shardesd.solver import Solved, Solver
 from shardesd.source import open_source
+from shardesd.spectra import gram
 
 
 @pytest.mark.parametrize("active", [True, False])
@@ -202,3 +203,37 @@ def test_what_one_tensor_raises_when_it_is_digested_costs_its_own_row(
     result = shardesd.scan(folder, cache_dir=tmp_path / "kept")
     assert result.failed["reason"].to_list() == ["ValueError: odd"]
     assert len(result.layers) > 12
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_a_gpu_refuses_for_one_matrix_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Or those of its pack; large ones come in blocks, of which the first few are refused."""
+    pretend(monkeypatch, 1 << 12)
+    rng = np.random.default_rng(0)
+    shape = (900, 24) if large else (16, 16)
+    tensors = {f"layers.{i}.q.weight": rng.standard_normal(shape).astype(np.float32) for i in range(20)}
+    folder = one_file(tmp_path / "model", tensors)
+    expected = shardesd.scan(folder, device="cpu", cache=False, max_aspect=0).layers
+    refused: list[int] = []
+    name = "_add_lower" if large else "_multiply"
+    work = getattr(gram, name)
+
+    def refuses(*given: Any) -> None:
+        refused.append(1)
+        if len(refused) in (2, 3):
+            raise RuntimeError("CUDA error: invalid configuration argument")
+        work(*given)
+
+    monkeypatch.setattr(gram, name, refuses)
+    result = shardesd.scan(folder, cache=False, max_aspect=0)
+    reasons = result.failed["reason"].to_list()
+    assert len(refused) > 3
+    assert 0 < len(reasons) < 12 < len(result.layers)
+    assert all("invalid configuration" in reason for reason in reasons)
+    good = result.layers.filter(result.layers["status"] == "ok")
+    assert_frame_equal(
+        good.drop("device", "seconds"),
+        expected.filter(expected["longname"].is_in(good["longname"].to_list())).drop("device", "seconds"),
+    )
