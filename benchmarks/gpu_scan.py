@@ -168,6 +168,8 @@ def main() -> None:
         base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
         row("shardesd scan, its spectra kept", KEPT, folder, "cuda:0", given.repeat, base)
         row("shardesd scan, cuSOLVER alone", CUSOLVER, folder, "cuda:0", given.repeat, base)
+        row("shardesd scan, second of a process", SHARDESD, folder, "cuda:0", given.repeat, base, again=True)
+        row("cuSOLVER alone, second of a process", CUSOLVER, folder, "cuda:0", given.repeat, base, again=True)
         row("read every file once", READ, folder, "", given.repeat, base)
         row("one at a time: read, float64 Gram, eigvalsh", SEQUENTIAL, folder, "", 1, base)
         if not given.quick:
