@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from test_scan_adapters import lora
 
 import shardesd
+from shardesd.spectra import upload
 
 H = 32
 SHAPES = {"self_attn.q_proj": (H, H), "self_attn.o_proj": (H, H), "mlp.up_proj": (48, H), "mlp.down_proj": (H, 48)}
@@ -89,22 +90,43 @@ def stacked(folder: Path) -> dict[str, Any]:
     return {"model": one_file(folder / "stacked", tensors)}
 
 
+KINDS = [plain, single, adapted, delta, minus, quantised, stacked, fused]
+
+
+def assert_same(found: shardesd.Result, expected: shardesd.Result) -> None:
+    assert len(expected.layers) >= 12
+    assert not len(expected.failed)
+    assert not len(found.failed), found.failed["reason"].to_list()
+    assert found.layers["longname"].to_list() == expected.layers["longname"].to_list()
+    for longname, eigs in expected.spectra.items():
+        assert np.allclose(found.spectra[longname], eigs, rtol=0, atol=1e-12 * eigs[-1])
+    assert (found.stats is None) == (expected.stats is None)
+    if found.stats is not None and expected.stats is not None:
+        assert_frame_equal(found.stats, expected.stats, rel_tol=1e-9, abs_tol=1e-12)
+
+
 @pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("made", [plain, single, adapted, delta, minus, quantised, stacked, fused])
+@pytest.mark.parametrize("made", KINDS)
 def test_a_gpu_is_sent_what_a_cpu_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
 ) -> None:
     how = {**made(tmp_path), "cache": False, "stats": stats}
     expected = shardesd.scan(**how, device="cpu")
-    assert len(expected.layers) >= 12
-    assert not len(expected.failed)
     pretend(monkeypatch, 1 << 14)
-    found = shardesd.scan(**how)
-    assert not len(found.failed), found.failed["reason"].to_list()
-    assert found.layers["longname"].to_list() == expected.layers["longname"].to_list()
-    for longname, eigs in expected.spectra.items():
-        assert np.allclose(found.spectra[longname], eigs, rtol=0, atol=1e-12 * eigs[-1])
-    if stats:
-        assert found.stats is not None
-        assert expected.stats is not None
-        assert_frame_equal(found.stats, expected.stats, rel_tol=1e-9, abs_tol=1e-12)
+    assert_same(shardesd.scan(**how), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stats", [False, True])
+@pytest.mark.parametrize("made", KINDS)
+def test_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
+) -> None:
+    """With buffers as small, through pinned memory."""
+    how = {**made(tmp_path), "cache": False, "stats": stats}
+    expected = shardesd.scan(**how, device="cpu")
+    monkeypatch.setattr(upload, "UPLOAD_BYTES", 1 << 14)
+    monkeypatch.setattr(upload, "PACKED_BYTES", 1 << 12)
+    found = shardesd.scan(**how, device="cuda:0")
+    assert_same(found, expected)
+    assert set(found.layers["device"]) <= {"cuda:0", "cpu"}
