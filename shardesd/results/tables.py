@@ -64,15 +64,14 @@ def plain_value(value: Any, kind: type) -> Any:
 
 def plain_values(values: Sequence[Any], kind: type) -> Sequence[Any]:
     """`plain_value` of each."""
-    if set(map(type, values)) == {kind} and all(map(_IS_PLAIN[kind], values)):
-        return values
+    if set(map(type, values)) == {kind}:
+        is_plain = _IS_PLAIN.get(kind)
+        if is_plain is None or all(map(is_plain, values)):
+            return values
     return [plain_value(value, kind) for value in values]
 
 
-_IS_PLAIN: dict[type, Callable[[Any], bool]] = {
-    **{bool: lambda value: True, int: lambda value: True},
-    **{float: math.isfinite, str: str.isascii},
-}
+_IS_PLAIN: dict[type, Callable[[Any], bool]] = {float: math.isfinite, str: str.isascii}
 
 
 def to_frame(rows: Iterable[Row]) -> pl.DataFrame:

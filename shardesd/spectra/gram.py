@@ -16,7 +16,7 @@ import numpy as np
 from shardesd.records import Matrix
 from shardesd.spectra.blas import syrk
 from shardesd.spectra.tally import Tallied, Tallies
-from shardesd.spectra.upload import UPLOAD_BYTES, Failed, Member, Open, Sent, spans, uploads
+from shardesd.spectra.upload import UPLOAD_BYTES, Failed, Member, Open, Sent, aligned, spans, uploads
 
 if TYPE_CHECKING:
     import torch
@@ -200,7 +200,7 @@ def _kind(member: Member, after: int = 0) -> tuple[object, ...]:
 def _step(member: Member) -> int:
     """Bytes from it to the next one."""
     M, N = member.matrix.shape
-    return -(-M * N * member.dtype.itemsize // 16) * 16
+    return aligned(M * N * member.dtype.itemsize)
 
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:

@@ -263,7 +263,7 @@ class _Pack:
             if begin + nbytes(last) != self._end or not last.precedes(matrix):
                 self._read()
         self._awaited.append((at, matrix, self._end))
-        self._end += -(-nbytes(matrix) // 16) * 16
+        self._end += aligned(nbytes(matrix))
         if not matrix.is_stretch:
             self._read()
 
@@ -314,6 +314,11 @@ def nbytes(matrix: Matrix) -> int:
     """Of its elements as they are stored."""
     M, N = matrix.shape
     return M * N * matrix.itemsize
+
+
+def aligned(size: int) -> int:
+    """Bytes from one matrix of a pack to the next: a GPU reads from where its elements may begin."""
+    return -(-size // 16) * 16
 
 
 def spans(length: int, bytes_each: int, block_bytes: int) -> Iterator[tuple[int, int]]:

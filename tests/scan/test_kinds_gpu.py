@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,26 +104,28 @@ def assert_same(found: shardesd.Result, expected: shardesd.Result) -> None:
         assert_frame_equal(found.stats, expected.stats, rel_tol=1e-9, abs_tol=1e-12)
 
 
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("made", KINDS)
-def test_a_gpu_is_sent_what_a_cpu_sees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
-) -> None:
+@pytest.fixture(
+    params=[(made, stats) for made in KINDS for stats in (False, True)], ids=lambda p: f"{p[0].__name__}-{p[1]}"
+)
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, Any], shardesd.Result]:
+    """A scan's arguments, and what a CPU sees."""
+    made, stats = request.param
     how = {**made(tmp_path), "cache": False, "stats": stats}
-    expected = shardesd.scan(**how, device="cpu")
+    return how, shardesd.scan(**how, device="cpu")
+
+
+def test_a_gpu_is_sent_what_a_cpu_sees(
+    case: tuple[dict[str, Any], shardesd.Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how, expected = case
     pretend(monkeypatch, 1 << 14)
     assert_same(shardesd.scan(**how), expected)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stats", [False, True])
-@pytest.mark.parametrize("made", KINDS)
-def test_on_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Callable[[Path], dict[str, Any]], stats: bool
-) -> None:
+def test_on_a_gpu(case: tuple[dict[str, Any], shardesd.Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """With buffers as small, through pinned memory."""
-    how = {**made(tmp_path), "cache": False, "stats": stats}
-    expected = shardesd.scan(**how, device="cpu")
+    how, expected = case
     monkeypatch.setattr(upload, "UPLOAD_BYTES", 1 << 14)
     monkeypatch.setattr(upload, "PACKED_BYTES", 1 << 12)
     found = shardesd.scan(**how, device="cuda:0")
