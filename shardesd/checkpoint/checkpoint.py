@@ -106,8 +106,8 @@ def open_shard(ref: ShardRef, path: Path, *, io: str = "auto") -> StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    header_sha256: str
-    size: int
+    header: Header
+    """Parsed once: a shard is opened to be checked, and again to be read."""
     modified_ns: int | None
     """None for a file on a server."""
     path: Path | None
@@ -138,8 +138,6 @@ class StoredCheckpoint:
         self._notes = list(notes)
         self._io = io
         self._known: dict[str, _Known] = {}
-        self._headers: dict[str, Header] = {}
-        """Parsed once: a shard is opened to be checked, and again to be read."""
         self._homes: dict[str, str] = {}
         self._named = 0
         """Stored tensors that `_names` was made from."""
@@ -184,10 +182,10 @@ class StoredCheckpoint:
 
     def open(self, shard: ShardRef, path: Path) -> StoredShard:
         """See `Checkpoint.open`."""
-        reader, header = _open(shard, path, self._io, self._described, self._headers.get(shard.name))
+        known = self._known.get(shard.name)
+        reader, header = _open(shard, path, self._io, self._described, known.header if known else None)
         try:
             with self._lock:
-                self._headers[shard.name] = header
                 self._readers[shard.name] = reader
                 tensors = self._learn(shard, header, reader.modified_ns, reader.path)
             return StoredShard(shard, reader, header, tensors, self._read_part)
@@ -217,7 +215,9 @@ class StoredCheckpoint:
         # Not by the place that was named: a folder and its only file are the same weights.
         known = [self._known[name] for name in names if name in self._known]
         files = {
-            os.path.realpath(one.path): [one.size, one.modified_ns, one.header_sha256] for one in known if one.path
+            os.path.realpath(one.path): [one.header.size, one.modified_ns, one.header.sha256]
+            for one in known
+            if one.path
         }
         return {"shards": files}
 
@@ -227,9 +227,9 @@ class StoredCheckpoint:
         for shard in self.shards:
             known = self._known.get(shard.name)
             digests[shard.name] = {
-                "size": known.size if known else shard.size,
+                "size": known.header.size if known else shard.size,
                 "sha256": shard.sha256,
-                "header_sha256": known.header_sha256 if known else None,
+                "header_sha256": known.header.sha256 if known else None,
             }
         return digests
 
@@ -241,7 +241,7 @@ class StoredCheckpoint:
         if known:
             times = {known.modified_ns, modified_ns} - {None}
             # What another scan has evicted is downloaded anew: another time, the same commit.
-            if known.header_sha256 != header.sha256 or (len(times) > 1 and self.source.remote(shard.name) is None):
+            if known.header.sha256 != header.sha256 or (len(times) > 1 and self.source.remote(shard.name) is None):
                 raise ShardChanged(_ANOTHER_FILE.format(shard.name))
             if known.path is None or len(times) > 1:
                 self._known[shard.name] = replace(known, modified_ns=modified_ns, path=path)
@@ -256,7 +256,7 @@ class StoredCheckpoint:
         elsewhere = len(header.tensors) - len(tensors)
         if self._index and elsewhere:
             self._notes.append(f"ignored {elsewhere} tensors of {shard.name} that {self._index.name} places elsewhere")
-        self._known[shard.name] = _Known(header.sha256, header.size, modified_ns, path)
+        self._known[shard.name] = _Known(header, modified_ns, path)
         self._described = header.config or self._described
         self.config = self.config or self._described
         promised = self._index.weight_map if self._index else None
@@ -288,7 +288,7 @@ class StoredCheckpoint:
                 reader = stack.enter_context(Reader(known.path, self._io))
                 if reader.modified_ns != known.modified_ns:
                     raise ShardChanged(_ANOTHER_FILE.format(tensor.shard))
-            yield stack.enter_context(_read(reader, tensor, known.size))
+            yield stack.enter_context(_read(reader, tensor, known.header.size))
 
 
 def open_checkpoint(source: Source, *, io: str = "auto", allow_pickle: bool = False) -> StoredCheckpoint:
