@@ -28,15 +28,12 @@ from typing import cast
 
 import numpy as np
 
-from shardesd.checkpoint.crew import readers
+from shardesd.checkpoint import aio
 from shardesd.errors import AccessDenied, NotFound, OptionError, ShardChanged, SourceError
 from shardesd.options import IO_METHODS
 
 CHUNK_BYTES = 8 << 20
 """Copied per system call, so that other threads and a Ctrl-C never wait long."""
-
-PART_BYTES = 4 << 20
-"""Of a longer range, what one thread reads."""
 
 _Copy = Callable[[int, int, int], int]
 
@@ -181,23 +178,18 @@ class Reader:
 
     def _read_plain(self, data: np.ndarray, start: int, done: int) -> None:
         """Read `data` from its byte `done` on; a long range by several threads, which is faster from any good disk."""
-        if len(data) - done <= PART_BYTES:
-            self._read_part(data, start, done, len(data))
-            return
-        spans = [(at, min(at + PART_BYTES, len(data))) for at in range(done, len(data), PART_BYTES)]
-        readers().each(lambda span: self._read_part(data, start, *span), spans)
-
-    def _read_part(self, data: np.ndarray, start: int, done: int, end: int) -> None:
         target = data.data
-        while done < end:
-            try:
-                count = self._read_at(target[done : min(done + CHUNK_BYTES, end)], start + done)
-            except OSError as error:
-                raise unreadable(self.path, error) from error
-            if not count:
-                self._check()
-                raise ShardChanged(f"{self.path} ends at byte {start + done}, within a tensor: download it again")
-            done += count
+        for first, end in aio.unread(self.file.fileno(), data[done:], start + done):
+            at, end = done + first, done + end
+            while at < end:
+                try:
+                    count = self._read_at(target[at : min(at + CHUNK_BYTES, end)], start + at)
+                except OSError as error:
+                    raise unreadable(self.path, error) from error
+                if not count:
+                    self._check()
+                    raise ShardChanged(f"{self.path} ends at byte {start + at}, within a tensor: download it again")
+                at += count
 
     def _read_at(self, target: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):

@@ -1,0 +1,179 @@
+"""Ranges that are read in parts by the C library's own threads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from shardesd.checkpoint import aio
+from shardesd.checkpoint.reader import Reader
+from shardesd.errors import ShardChanged
+
+T = TypeVar("T")
+PART = 4096
+
+needs_library = pytest.mark.skipif(aio._library() is None, reason="needs glibc and more than one core")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "PART_BYTES", PART)
+
+
+@pytest.fixture
+def content() -> bytes:
+    return np.random.default_rng(0).bytes(100 * PART + 123)
+
+
+@pytest.fixture
+def path(tmp_path: Path, content: bytes) -> Path:
+    (tmp_path / "file").write_bytes(content)
+    return tmp_path / "file"
+
+
+def aside(work: Callable[[], T]) -> T:
+    """What `work` gives in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(30)
+
+
+def read(path: Path, start: int, end: int) -> tuple[bytes, list[tuple[int, int]]]:
+    """The bytes, zero where they are unread, and what is."""
+    target = np.zeros(end - start, np.uint8)
+    with open(path, "rb") as file:
+        spans = aio.unread(file.fileno(), target, start)
+    return target.tobytes(), list(spans)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@needs_library
+def test_all_parts_are_read(path: Path, content: bytes) -> None:
+    def work() -> None:
+        for start, end in [(0, len(content)), (1, PART + 2), (PART - 1, 40 * PART), (50 * PART, 52 * PART)]:
+            assert read(path, start, end) == (content[start:end], [])
+
+    aside(work)
+
+
+def test_one_part_and_the_main_thread_are_left_to_others(path: Path) -> None:
+    assert aside(lambda: read(path, 5, 5 + PART))[1] == [(0, PART)]
+    assert read(path, 0, 3 * PART)[1] == [(0, 3 * PART)]
+
+
+def test_without_the_library_all_is_left(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "_load", lambda: None)
+    assert aside(lambda: read(path, 0, 3 * PART))[1] == [(0, 3 * PART)]
+
+
+def test_many_threads_at_once(path: Path, content: bytes) -> None:
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        with Reader(path) as reader:
+            for _ in range(40):
+                start, end = sorted(map(int, random.integers(0, len(content), 2)))
+                with reader.read(start, end) as data:
+                    assert data.tobytes() == content[start:end]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+
+
+@needs_library
+def test_what_the_file_does_not_hold_is_said_to_be_unread(path: Path, content: bytes) -> None:
+    start = len(content) - PART - 23
+    data, spans = aside(lambda: read(path, start, start + 3 * PART))
+    assert data.rstrip(b"\0") == content[start:].rstrip(b"\0")
+    assert spans == [(PART, 2 * PART), (2 * PART, 3 * PART)]
+
+
+def test_a_file_that_ends_early_is_one_that_changed(path: Path) -> None:
+    with Reader(path) as reader:
+        os.truncate(path, 50 * PART)
+
+        def work() -> None:
+            with reader.read(0, 90 * PART):
+                pass
+
+        with pytest.raises(ShardChanged, match="to 204800 bytes while it was read"):
+            aside(work)
+
+
+@needs_library
+def test_what_can_not_be_read_is_unread(tmp_path: Path) -> None:
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        spans = aside(lambda: aio.unread(folder, np.zeros(3 * PART, np.uint8), 0))
+    finally:
+        os.close(folder)
+    assert spans == [(0, PART), (PART, 2 * PART), (2 * PART, 3 * PART)]
+
+
+@needs_library
+def test_signals_meanwhile(path: Path, content: bytes) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    over = threading.Event()
+
+    def work() -> None:
+        try:
+            for _ in range(300):
+                assert read(path, 0, len(content)) == (content, [])
+                assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        finally:
+            over.set()
+
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(work)
+            (thread,) = pool._threads
+            while not over.wait(0.0001):
+                assert thread.ident is not None
+                signal.pthread_kill(thread.ident, signal.SIGUSR1)
+            running.result()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+@needs_library
+def test_descriptors(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = aio._library()
+    assert library is not None
+    aside(lambda: read(path, 0, len(content)))
+    before = descriptors()
+    aside(lambda: read(path, 0, len(content)))
+    assert descriptors() == before, "copies of the file's descriptor were left open"
+    for allowed in (0, 1, 3):
+        made: list[int] = []
+
+        def copy(fd: int, command: int, least: int, made: list[int] = made, allowed: int = allowed) -> int:
+            made.append(library.fcntl(fd, command, least) if len(made) < allowed else -1)
+            return made[-1]
+
+        monkeypatch.setattr(aio, "_load", lambda copy=copy: replace(library, fcntl=copy))
+        assert aside(lambda: read(path, 0, len(content))) == (content, [])
+    assert descriptors() == before
+
+
+@needs_library
+def test_a_fork_reads_without_threads_that_it_has_not(path: Path, content: bytes) -> None:
+    aside(lambda: read(path, 0, len(content)))
+    child = os.fork()
+    if not child:
+        try:
+            with Reader(path) as reader, reader.read(0, len(content)) as data:
+                right = data.tobytes() == content
+            os._exit(0 if right and aio._library() is None else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
