@@ -323,6 +323,7 @@ class Pipeline:
             deadline=120 + flops / 1e9 + item.tensor.nbytes / 1e6,
             group=n if item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta else None,
             most=spectra.batch_size(n),
+            slots=spectra.slots(n),
         )
 
     def _solve_many(self, tasks: Sequence[Task[Key, Solving]], device: str) -> list[Outcome[Key, Solving]]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shardesd.errors import OptionError
 
-GPU_SLOTS = 2
-"""Threads that read, copy and compute for one GPU, each on a stream of its own: while one solves, the other reads. More
-of them only wait for the interpreter's lock (docs/performance.md)."""
+GPU_SLOTS = 4
+"""Threads that read, copy and compute for one GPU, each on a stream of its own: while some solve, others read. Large
+matrices take two each, since more threads than it takes only wait for the interpreter's lock (docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,14 @@ class Place(Generic[K, T]):
     def host_bytes(self) -> int:
         return sum(worker.host_bytes for worker in self.workers)
 
+    @property
+    def free_slots(self) -> int:
+        return self.device.slots - sum(worker.slots for worker in self.workers)
+
+    def slots_of(self, ticket: Ticket[K, T]) -> int:
+        """How many a task takes here."""
+        return 1 if self.is_cpu else min(ticket.task.slots, self.device.slots)
+
 
 @dataclass(slots=True, eq=False)
 class Worker(Generic[K, T]):
@@ -46,6 +54,7 @@ class Worker(Generic[K, T]):
     device_bytes: int = 0
     host_bytes: int = 0
     """Tasks that are solved together are read one after the other, so the largest of them counts."""
+    slots: int = 0
     since: float = 0.0
     abandoned: bool = False
 
@@ -53,9 +62,10 @@ class Worker(Generic[K, T]):
         self.tickets.append(ticket)
         self.device_bytes += ticket.task.device_bytes
         self.host_bytes = max(self.host_bytes, ticket.task.host_bytes)
+        self.slots = self.place.slots_of(ticket)
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""
         tickets, self.tickets = self.tickets, []
-        self.device_bytes = self.host_bytes = 0
+        self.device_bytes = self.host_bytes = self.slots = 0
         return tickets

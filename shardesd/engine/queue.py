@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
 from shardesd.engine.places import Place, Worker
-from shardesd.engine.ready import Ready
+from shardesd.engine.ready import Ready, share
 from shardesd.engine.threads import close_at_exit, quick_turns, start
 from shardesd.engine.work import DeviceState, FeedError, Outcome, State, Task, Ticket, Trouble
 
@@ -26,7 +26,6 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
-_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
@@ -285,17 +284,19 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
                 return [first]
-            slots = sum(p.device.slots for p in self._places if not p.retired)
+            slots = sum(p.device.slots // p.slots_of(first) for p in self._places if not p.retired)
             few = len(self._ready) + 1 < slots * first.task.most
         if few:
             self._all_here.wait(_GATHER)
         with self._changed:
             if worker.abandoned:
                 return None
-            # Not all that is ready, so that the other slots have some too; but a few take nearly as long as many.
-            share = max(-(-(len(self._ready) + 1) // slots), first.task.most // _LEAST_SHARE)
-            most = min(first.task.most, share)
-            self._ready.take_like(worker, most, lambda ticket: self._fits(ticket, place))
+            self._ready.take_like(
+                worker,
+                share(len(self._ready) + 1, slots, first.task.most),
+                max(worker.host_bytes, self._engine.budget - self._host_bytes() + worker.host_bytes),
+                place.device.budget - place.device_bytes + worker.device_bytes,
+            )
             self._changed.notify_all()
             return list(worker.tickets)
 
@@ -325,6 +326,8 @@ class _Run(Generic[K, T]):
         if place.is_cpu:
             return True
         if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
+            return False
+        if place.free_slots < place.slots_of(ticket):
             return False
         used = place.device_bytes
         return not used or used + ticket.task.device_bytes <= place.device.budget

@@ -15,6 +15,15 @@ MOST_PASSED_OVER = 32
 """After so many smaller tasks went before it for want of memory, a task is waited for."""
 
 
+_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
+
+
+def share(left: int, slots: int, most: int) -> int:
+    """How many of so many tasks of a group one slot takes, `most` being the best size: not all, so that the others have
+    some too; but a few take nearly as long as many."""
+    return min(most, max(-(-left // slots), most // _LEAST_SHARE))
+
+
 class Ready(Generic[K, T]):
     """Not thread-safe: the engine holds its lock."""
 
@@ -59,12 +68,23 @@ class Ready(Generic[K, T]):
             passed.append(ticket)
         return None
 
-    def take_like(self, worker: Worker[K, T], most: int, fits: Callable[[Ticket[K, T]], bool]) -> None:
-        """Gives a worker more tickets of its first one's group while they fit beside those, up to `most` in all."""
+    def take_like(self, worker: Worker[K, T], most: int, host_bytes: float, device_bytes: float) -> None:
+        """Gives a worker more tickets of its first one's group, up to `most` in all, that take no more than so much
+        memory: on the host each, since one is read after the other, on the device together."""
         group = worker.tickets[0].task.group
-        for ticket in list(self._tickets):
+        kept: list[Ticket[K, T]] = []
+        for at, ticket in enumerate(self._tickets):
             if len(worker.tickets) == most:
-                return
-            if ticket.task.group == group and not (ticket.alone or ticket.cpu_only) and fits(ticket):
-                self._tickets.remove(ticket)
+                kept += self._tickets[at:]
+                break
+            task = ticket.task
+            if (
+                task.group == group
+                and not (ticket.alone or ticket.cpu_only)
+                and task.host_bytes <= host_bytes
+                and worker.device_bytes + task.device_bytes <= device_bytes
+            ):
                 worker.add(ticket)
+            else:
+                kept.append(ticket)
+        self._tickets = kept

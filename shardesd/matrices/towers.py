@@ -109,8 +109,8 @@ def tower(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _inner(parts: list[str], config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list[str]]:
-    # What JSON calls an object is a dict; to ask whether it is a Mapping takes five times as long.
-    if not any(isinstance(value, dict) for value in config.values()):
+    # What JSON calls an object is a dict; to ask each whether it is a Mapping takes ten times as long.
+    if dict not in map(type, config.values()):
         return None, parts
     inside = [(config[key], rule) for keys, rule in _INTO for key in keys if isinstance(config.get(key), dict)]
     for i, part in enumerate(parts):

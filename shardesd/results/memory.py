@@ -13,7 +13,7 @@ from shardesd.records import Row, StatsRow
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import stats_frame
 from shardesd.results.store import Amend, Begun, Order, arranged
-from shardesd.results.tables import row_values
+from shardesd.results.tables import plain_value
 
 
 class MemoryStore:
@@ -38,7 +38,6 @@ class MemoryStore:
 
     def append(self, row: Row, eigs: np.ndarray | None) -> None:
         """Keeps a finished row and its λ."""
-        row = Row(**row_values(row))
         self._appended[row.longname] = row
         if eigs is not None:
             self._eigs[row.longname] = eigs
@@ -64,7 +63,7 @@ class MemoryStore:
         """The model, or as much of it as there is so far."""
         rows = list(self._appended.values()) if self._rows is None else self._rows
         spectra = {
-            row.longname: self._eigs[row.longname]
+            plain_value(row.longname, str): self._eigs[row.longname]
             for row in rows
             if row.longname in self._eigs and row.status != "skipped"
         }

@@ -111,6 +111,11 @@ def batch_size(n: int) -> int:
     return 256 if n <= 512 else 128 if n <= 1024 else 32 if n <= 2048 else 16 if n <= 4096 else 4 if n <= 8192 else 1
 
 
+def slots(n: int) -> int:
+    """Of a GPU's four, how many a matrix of size n takes: of small ones, launching takes as long as solving."""
+    return 1 if n <= 1024 else 2
+
+
 def device_bytes(n: int) -> int:
     """Device memory for one Gram of size n and its share of the work arrays."""
     work = two_stage.workspace_bytes(n, 1) if 2 <= n <= 8192 else 0
