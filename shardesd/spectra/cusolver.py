@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import threading
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from shardesd.spectra.linked import loaded
 
 if TYPE_CHECKING:
     import torch
@@ -98,11 +99,5 @@ def _library() -> Any:
     import torch
 
     torch.linalg.eigvalsh(torch.eye(2, device="cuda"))  # loads it
-    try:
-        mapped = {
-            line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcusolver.so" in line
-        }
-        library = ctypes.CDLL(sorted(mapped)[0]) if mapped else None
-    except OSError:
-        return None
+    library = loaded("libcusolver.so", keeps_lock=False)
     return library if library is not None and hasattr(library, "cusolverDnXsyevBatched") else None

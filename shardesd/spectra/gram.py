@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from shardesd.records import Matrix
+from shardesd.spectra import cublas
 from shardesd.spectra.blas import syrk
 from shardesd.spectra.tally import Tallied, Tallies
 from shardesd.spectra.upload import UPLOAD_BYTES, Failed, Member, Open, Sent, aligned, spans, uploads
@@ -204,7 +205,10 @@ def _step(member: Member) -> int:
 
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
-    """total += blockᵀ·block, the lower triangle, and what of the upper one a few products of columns cover."""
+    """total += blockᵀ·block, the lower triangle; what lies above it is undefined."""
+    if total_NN.is_cuda and cublas.available():
+        cublas.add_lower(total_NN, block_KN)
+        return
     n = total_NN.shape[0]
     step = max(_COLUMNS, -(-n // 8))
     for start in range(0, n, step):

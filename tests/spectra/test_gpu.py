@@ -17,7 +17,7 @@ import shardesd
 from shardesd import spectra
 from shardesd.checkpoint import StoredMatrix
 from shardesd.engine import Device, Engine, Task
-from shardesd.spectra import cusolver, eigen, two_stage
+from shardesd.spectra import cublas, cusolver, eigen, two_stage
 
 pytestmark = pytest.mark.gpu
 
@@ -212,3 +212,42 @@ def test_a_solver_that_cannot_be_launched_is_replaced(monkeypatch: pytest.Monkey
     for eigs, W in zip(found.eigs, matrices.values(), strict=True):
         expected = np.linalg.svd(W, compute_uv=False)[::-1] ** 2
         assert np.abs(np.maximum(eigs, 0) - expected).max() <= 1e-12 * max(expected[-1], 1e-300)
+
+
+@pytest.mark.parametrize(("K", "N"), [(1, 2), (1, 700), (513, 64), (300, 1000), (1024, 4096)])
+def test_lower_triangles_are_added_up_from_blocks_however_they_lie(K: int, N: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    wide = torch.randn(K + 3, N + 5, dtype=torch.float64, device="cuda", generator=generator)
+    as_it_is, transposed = wide[:K, :N].contiguous(), wide[:K, :N].mT.contiguous().mT
+    for block in (
+        as_it_is,
+        transposed,
+        wide[2 : K + 2, 4 : N + 4],
+        wide.flatten()[: N * (K + 2)].view(N, -1)[:, :K].mT,
+    ):
+        total = torch.full((N, N), 0.5, dtype=torch.float64, device="cuda")
+        cublas.add_lower(total, block)
+        cublas.add_lower(total, block)
+        right = 0.5 + 2 * (block.mT @ block)
+        torch.testing.assert_close(total.tril(), right.tril(), rtol=0, atol=1e-11)
+
+
+def test_products_of_a_batch_are_torch_s() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    B, N, columns = 5, 96, 32
+    A_BNN = torch.randn(B, N, N, dtype=torch.float64, device="cuda", generator=generator)
+    W_BNc = torch.randn(B, N, columns, dtype=torch.float64, device="cuda", generator=generator)
+    Z_BNc = torch.zeros_like(W_BNc)
+    multiply = cublas.batched(columns, B)
+    for s in (0, 32, 64):
+        at = [A_BNN[0, s, s].data_ptr(), W_BNc[0, s].data_ptr(), Z_BNc[0, s].data_ptr()]
+        multiply(*at, N, N - s)
+        torch.testing.assert_close(Z_BNc[:, s:], A_BNN[:, s:, s:] @ W_BNc[:, s:], rtol=0, atol=1e-12)
+
+
+def test_a_refused_product_is_told_in_torch_s_words() -> None:
+    with pytest.raises(
+        RuntimeError, match="CUBLAS_STATUS_INVALID_VALUE when calling cublasDgemmStridedBatched"
+    ) as told:
+        cublas.batched(-1, 1)(0, 0, 0, 8, 8)
+    assert spectra.trouble(told.value) == "task"

@@ -22,7 +22,7 @@ import shardesd
 from shardesd import scanner, spectra
 from shardesd.engine import Device, Engine, Task
 from shardesd.events import Event, Notice
-from shardesd.spectra import cusolver, eigen, two_stage
+from shardesd.spectra import cublas, cusolver, eigen, two_stage
 from shardesd.spectra.two_stage import compile
 
 CUDA = torch.device("cuda", 0)
@@ -36,6 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(cublas, "available", lambda: True)
     compile.unavailable_reason.cache_clear()
     yield
     compile.unavailable_reason.cache_clear()
@@ -50,6 +51,11 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compile, "kernels", lambda index: Kernels())
     monkeypatch.setattr(cusolver, "available", lambda: True)
+
+
+def test_without_torch_s_cublas(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublas, "available", lambda: False)
+    assert "needs the cuBLAS that torch uses" in str(spectra.why_not_batched(0))
 
 
 def no_package(index: int) -> Any:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shardesd.spectra import cublas
 from shardesd.spectra.policy import in_one_line, trouble
+from shardesd.spectra.two_stage.launch import Launcher
 from shardesd.spectra.two_stage.layout import GROUP, WIDTH
 
 _SOURCES = Path(__file__).parent / "kernels"
@@ -45,6 +47,8 @@ def unavailable_reason(index: int) -> str | None:
         return "the batched eigensolver needs a CUDA build of torch"
     if torch.cuda.get_device_capability(index) < (9, 0):
         return "the batched eigensolver needs compute capability 9.0 or newer"
+    if not cublas.available():
+        return "the batched eigensolver needs the cuBLAS that torch uses, which is not found in /proc/self/maps"
     try:
         kernels(index)
     except ImportError as error:
@@ -85,6 +89,7 @@ class Kernels:
             module = Program(code, "c++", options).compile("cubin", cache=on_disk)
             for name in names:
                 self._kernels[name + suffix] = module.get_kernel(name)
+        self._handles = {name: int(kernel.handle) for name, kernel in self._kernels.items()}
         attribute = driver.CUfunction_attribute
         limit = Device(index).properties.max_shared_memory_per_block_optin
         _, device = driver.cuDeviceGet(index)
@@ -123,38 +128,7 @@ class Kernels:
         return fitting[-1] if fitting else least
 
     def on(self, stream: int) -> Launcher:
-        return Launcher(self._kernels, stream)
-
-
-class Launcher:
-    """Launches kernels by name on one stream."""
-
-    def __init__(self, kernels: dict[str, Any], stream: int) -> None:
-        from cuda.core import Stream
-
-        self._kernels = kernels
-        self._stream = Stream.from_handle(stream)
-
-    def __call__(
-        self,
-        name: str,
-        grid: tuple[int, int],
-        block: tuple[int, int],
-        *args: int | float,
-        cluster: int = 0,
-        shared: int = 0,
-    ) -> None:
-        """`grid` counts clusters where `cluster` is given."""
-        from cuda.core import launch
-
-        launch(self._stream, _config(grid, block, cluster, shared), self._kernels[name], *args)
-
-
-@lru_cache(maxsize=4096)  # a solve asks for the same ones again and again, and making one takes as long as launching
-def _config(grid: tuple[int, int], block: tuple[int, int], cluster: int, shared: int) -> Any:
-    from cuda.core import LaunchConfig
-
-    return LaunchConfig(grid=grid, block=block, cluster=cluster or None, shmem_size=shared)
+        return Launcher(self._handles, stream)
 
 
 _loading = threading.Lock()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
+from shardesd.spectra import cublas
 from shardesd.spectra.two_stage.compile import (
     CHASE_SHARED,
     CHASE_THREADS,
@@ -12,10 +12,10 @@ from shardesd.spectra.two_stage.compile import (
     PANEL_WARPS,
     UPDATE_SHARED,
     Kernels,
-    Launcher,
     kernels,
     panel_shared,
 )
+from shardesd.spectra.two_stage.launch import Launcher
 from shardesd.spectra.two_stage.layout import BAND_ROWS, WIDTH, Layout, layout
 
 if TYPE_CHECKING:
@@ -25,23 +25,11 @@ MAX_BATCH = 65535  # blocks along y
 
 
 class Workspace:
-    """Typed views of one batch's work arrays."""
+    """One batch's work arrays."""
 
     def __init__(self, plan: Layout, raw: torch.Tensor) -> None:
         self.plan, self.raw = plan, raw
-        B, N, pair = plan.batch, plan.padded, plan.pair_columns
-        self.matrix_BNN = self.view("matrix", (B, N, N))
-        self.xv_BNP = self.view("xv", (B, N, pair))
-        self.vx_BNP = self.view("vx", (B, N, pair))
-        self.w_BNb = self.view("w", (B, N, WIDTH))
-        self.z_BNb = self.view("z", (B, N, WIDTH))
         self.zeroed = raw[plan.offsets["band"] : plan.nbytes]
-
-    def view(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        import torch
-
-        at = self.plan.offsets[name]
-        return self.raw[at : at + 8 * math.prod(shape)].view(torch.float64).view(shape)
 
     def at(self, name: str) -> int:
         return self.raw.data_ptr() + self.plan.offsets[name]
@@ -97,11 +85,9 @@ def load(launch: Launcher, work: Workspace, gram_Bnn: torch.Tensor, verdict_B: t
 
 
 def dense_to_band(launch: Launcher, compiled: Kernels, work: Workspace) -> None:
-    import torch
-
     plan = work.plan
     B, N, pair = plan.batch, plan.padded, plan.pair_columns
-    A_BNN, W_BNb, Z_BNb = work.matrix_BNN, work.w_BNb, work.z_BNb
+    multiply = cublas.batched(WIDTH, B)
     A, XV, VX, W, Z, G = (work.at(name) for name in ("matrix", "xv", "vx", "w", "z", "products"))
     band = (work.at("band"), plan.band_columns * BAND_ROWS)
     depth = 0  # columns of the pairs that A still lacks
@@ -114,7 +100,7 @@ def dense_to_band(launch: Launcher, compiled: Kernels, work: Workspace) -> None:
         launch("panel", (1, B), (32 * warps, 1), A, N, k, XV, VX, pair, depth, W, *band, **shape)
         if tiles == 0:
             break
-        torch.bmm(A_BNN[:, s:, s:], W_BNb[:, s:], out=Z_BNb[:, s:])
+        multiply(A + 8 * s * (N + 1), W + 8 * s * WIDTH, Z + 8 * s * WIDTH, N, N - s)
         shares = 8 if depth == 0 else 2 if depth <= 64 else 1  # of a block's rows, as in the kernel
         shape = {
             "cluster": compiled.fitting_cluster(1, min(8, tiles), B),

@@ -1,0 +1,97 @@
+"""Products of float64 matrices by torch's cuBLAS, called without giving the interpreter's lock away (`linked`).
+
+cuBLAS counts columns first: a row-major matrix is the transpose of what it sees. All on the current device and stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from shardesd.spectra.linked import loaded
+
+if TYPE_CHECKING:
+    import torch
+
+_STATUS = {
+    **{1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR"},
+    **{13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"},
+}
+_UPPER, _AS_IT_IS, _TRANSPOSED = 1, 0, 1
+_ZERO, _ONE = ctypes.c_double(0.0), ctypes.c_double(1.0)
+_INT, _POINTER, _STRIDE = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
+_AT_ZERO, _AT_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_ONE)
+
+
+def available() -> bool:
+    """Whether the library is there."""
+    return _library() is not None
+
+
+def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
+    """total += blockᵀ·block, the lower triangle. `total` is contiguous."""
+    K, N = block_KN.shape
+    if block_KN.stride(0) == 1 and block_KN.stride(1) >= K:
+        operation, step = _TRANSPOSED, block_KN.stride(1)
+    else:
+        block_KN = block_KN.contiguous()
+        operation, step = _AS_IT_IS, N
+    status = _library().cublasDsyrk_v2(
+        *(_handle(), _UPPER, operation, N, K),
+        *(_AT_ONE, block_KN.data_ptr(), step, _AT_ONE, total_NN.data_ptr(), N),
+    )
+    _check(status, "Dsyrk")
+
+
+def batched(columns: int, batch: int) -> Callable[[int, int, int, int, int], None]:
+    """``multiply(A, W, Z, n, rows)``: Z = A·W of every matrix of a batch, for the current device and stream.
+
+    A, W, Z: addresses of the first matrix's first element; A is rows × rows of (n, n), W and Z rows × columns of
+    (n, columns).
+    """
+    gemm, handle = _library().cublasDgemmStridedBatched, _handle()
+
+    def multiply(A: int, W: int, Z: int, n: int, rows: int) -> None:
+        status = gemm(
+            *(handle, _AS_IT_IS, _AS_IT_IS, columns, rows, rows, _AT_ONE, W, columns, n * columns),
+            *(A, n, n * n, _AT_ZERO, Z, columns, n * columns, batch),
+        )
+        _check(status, "DgemmStridedBatched")
+
+    return multiply
+
+
+def _handle() -> int:
+    """Of this thread, set to the current device and stream."""
+    import torch
+
+    handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        name = _STATUS.get(status, str(status))
+        raise RuntimeError(f"CUDA error: CUBLAS_STATUS_{name} when calling cublas{what}")  # torch's words, see `policy`
+
+
+@cache
+def _library() -> Any:
+    """None where torch has none: on a CPU, or on another maker's GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    _handle()  # loads it
+    library = loaded("libcublas.so", keeps_lock=True)
+    if library is None or not hasattr(library, "cublasDgemmStridedBatched"):
+        return None
+    size = (_INT, _INT, _INT)
+    library.cublasDsyrk_v2.argtypes = (*(_POINTER, *size, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT),)
+    library.cublasDgemmStridedBatched.argtypes = (
+        *(_POINTER, _INT, _INT, *size, _POINTER, _POINTER, _INT, _STRIDE),
+        *(_POINTER, _INT, _STRIDE, _POINTER, _POINTER, _INT, _STRIDE, _INT),
+    )
+    return library

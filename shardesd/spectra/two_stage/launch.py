@@ -1,0 +1,76 @@
+"""Launches kernels one behind the other without giving the interpreter's lock away (`spectra.linked`)."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+_CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig
+_CLUSTER = struct.Struct("@I4x3I52x")  # CUlaunchAttribute
+_CLUSTER_DIMENSION = 4
+_MOST_ARGUMENTS = 16
+
+
+class Launcher:
+    """Launches kernels by name on one stream of the current device. For one thread."""
+
+    def __init__(self, kernels: Mapping[str, int], stream: int, call: Any = None) -> None:
+        """`kernels`: name → handle; `call`: the driver's `cuLaunchKernelEx`."""
+        self._kernels, self._stream = kernels, stream
+        self._call = call or _driver().cuLaunchKernelEx
+        # The driver copies what a launch is given before the call ends, so each launch can use the same memory.
+        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._cluster = ctypes.create_string_buffer(_CLUSTER.size)
+        self._values = ctypes.create_string_buffer(8 * _MOST_ARGUMENTS)
+        first = ctypes.addressof(self._values)
+        self._arguments = (ctypes.c_void_p * _MOST_ARGUMENTS)(*(first + 8 * at for at in range(_MOST_ARGUMENTS)))
+        self._addresses = [ctypes.addressof(one) for one in (self._config, self._arguments, self._cluster)]
+
+    def __call__(
+        self,
+        name: str,
+        grid: tuple[int, int],
+        block: tuple[int, int],
+        *args: int | float,
+        cluster: int = 0,
+        shared: int = 0,
+    ) -> None:
+        """`grid` counts clusters of so many blocks along x, where `cluster` is given.
+
+        An int stands for a pointer, or an integer of any width: its lower bytes. Raises RuntimeError.
+        """
+        config, arguments, attribute = self._addresses
+        blocks = grid[0] * (cluster or 1)
+        _CONFIG.pack_into(
+            *(self._config, 0, blocks, grid[1], 1, block[0], block[1], 1, shared),
+            *(self._stream, attribute if cluster else 0, 1 if cluster else 0),
+        )
+        if cluster:
+            _CLUSTER.pack_into(self._cluster, 0, _CLUSTER_DIMENSION, cluster, 1, 1)
+        _eight_bytes(tuple(map(type, args))).pack_into(self._values, 0, *args)
+        status = self._call(config, self._kernels[name], arguments, None)
+        if status:
+            raise RuntimeError(f"{_error_name(status)}: kernel {name} was not launched")
+
+
+@lru_cache(maxsize=64)
+def _eight_bytes(kinds: tuple[type, ...]) -> struct.Struct:
+    return struct.Struct("@" + "".join("d" if kind is float else "q" for kind in kinds))
+
+
+def _error_name(status: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUDA driver error {status}"
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
+    driver.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    return driver
