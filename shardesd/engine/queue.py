@@ -224,7 +224,8 @@ class _Run(Generic[K, T]):
                     self._ready.add(Ticket(task, number))
                     if task.aside and not self._aside.workers:
                         self._staff(self._aside)
-                    self._changed.notify_all()
+                    if task.aside or any(place.free_slots > 0 for place in self._places):
+                        self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
             self._done.put(FeedError(error))
@@ -284,8 +285,8 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
                 return [first]
-            slots = sum(p.device.slots // p.slots_of(first) for p in self._places if not p.retired)
-            few = len(self._ready) + 1 < slots * first.task.most
+            gpus = sum(not (p.is_cpu or p.retired) for p in self._places)
+            few = len(self._ready) + 1 < gpus * first.task.most
         if few:
             self._all_here.wait(_GATHER)
         with self._changed:
@@ -293,7 +294,7 @@ class _Run(Generic[K, T]):
                 return None
             self._ready.take_like(
                 worker,
-                share(len(self._ready) + 1, slots, first.task.most),
+                share(len(self._ready) + 1, max(1, gpus), first.task.most),
                 max(worker.host_bytes, self._engine.budget - self._host_bytes() + worker.host_bytes),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )
@@ -302,7 +303,8 @@ class _Run(Generic[K, T]):
 
     def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
-
+        if place.free_slots < 1:
+            return None
         only = place.fallback and any(not (p.is_cpu or p.retired) for p in self._places)
 
         def take(aside: bool) -> Ticket[K, T] | None:
@@ -319,6 +321,8 @@ class _Run(Generic[K, T]):
 
     def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         """Whether there is memory for it now. One beyond the whole budget runs alone."""
+        if place.free_slots < place.slots_of(ticket):
+            return False
         working = [worker for worker in place.workers if worker.tickets]
         host = self._host_bytes()
         if host and host + ticket.task.host_bytes > self._engine.budget:
@@ -326,8 +330,6 @@ class _Run(Generic[K, T]):
         if place.is_cpu:
             return True
         if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
-            return False
-        if place.free_slots < place.slots_of(ticket):
             return False
         used = place.device_bytes
         return not used or used + ticket.task.device_bytes <= place.device.budget

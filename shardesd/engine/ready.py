@@ -15,13 +15,13 @@ MOST_PASSED_OVER = 32
 """After so many smaller tasks went before it for want of memory, a task is waited for."""
 
 
-_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among slots
+_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 
-def share(left: int, slots: int, most: int) -> int:
-    """How many of so many tasks of a group one slot takes, `most` being the best size: not all, so that the others have
-    some too; but a few take nearly as long as many."""
-    return min(most, max(-(-left // slots), most // _LEAST_SHARE))
+def share(left: int, gpus: int, most: int) -> int:
+    """How many of so many tasks of a group are taken at once, `most` being the best size: not all, so that other GPUs
+    have some too. Slots of one GPU don't divide them: two small groups at once take longer than one."""
+    return min(most, max(-(-left // gpus), most // _LEAST_SHARE))
 
 
 class Ready(Generic[K, T]):

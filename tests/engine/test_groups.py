@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from shardesd.engine import Device, Engine, Outcome, Task
@@ -57,12 +58,50 @@ def test_the_cpu_solves_one_at_a_time() -> None:
     assert outcomes[3].value == ("single", 3)
 
 
-def test_the_slots_share_what_is_ready() -> None:
+def test_gpus_share_what_is_ready() -> None:
     gate = threading.Event()
-    two = Device("cuda:0", slots=2)
-    _, batches = run(Engine((two,), budget=100), tasks(40, gate, group="n", most=64), gate)
+    two = Device("cuda:0", slots=2), Device("cuda:1", slots=2)
+    _, batches = run(Engine(two, budget=100), tasks(40, gate, group="n", most=64), gate)
     assert max(len(batch) for batch in batches) < 40
     assert min(len(batch) for batch in batches[:-1]) >= 16, "a few take nearly as long as many"
+
+
+def test_slots_of_one_gpu_do_not_divide_a_group() -> None:
+    gate = threading.Event()
+    first = [Task(key=f"first {i}", run=lambda device: gate.wait(5), cost=99) for i in range(2)]
+    work = [*first, *(Task(key=i, run=fail, group="n", most=64) for i in range(40))]
+    _, batches = run(Engine((Device("cuda:0", slots=2),), budget=100), work, gate)
+    assert [len(batch) for batch in batches] == [40]
+
+
+def most_at_once(device: Device, slots: Sequence[int]) -> tuple[int, int]:
+    """Of tasks that take so many slots each: how many ran at a time, and how many slots they took."""
+    lock, running, seen = threading.Lock(), list[int](), list[tuple[int, int]]()
+
+    def work(taken: int) -> None:
+        with lock:
+            running.append(taken)
+            seen.append((len(running), sum(running)))
+        time.sleep(0.02)
+        with lock:
+            running.remove(taken)
+
+    work_of = [Task(key=i, run=lambda name, one=one: work(one), slots=one) for i, one in enumerate(slots)]
+    outcomes = list(Engine((device,), budget=100).map(work_of))
+    assert len(outcomes) == len(slots)
+    assert not any(outcome.error for outcome in outcomes)
+    return max(count for count, _ in seen), max(total for _, total in seen)
+
+
+def test_a_task_may_keep_others_from_several_slots() -> None:
+    gpu = Device("cuda:0", slots=4)
+    assert most_at_once(gpu, [1] * 30) == (4, 4)
+    assert most_at_once(gpu, [2] * 30) == (2, 4)
+    count, total = most_at_once(gpu, [1, 2] * 30)
+    assert 2 <= count <= 4
+    assert total <= 4
+    assert most_at_once(Device("cuda:0", slots=1), [2] * 5) == (1, 2), "no GPU has fewer slots than a task takes"
+    assert most_at_once(Device("cpu", slots=3), [2] * 30)[0] == 3, "slots are a GPU's"
 
 
 def test_the_first_of_a_group_waits_for_those_that_are_about_to_come() -> None:
