@@ -145,7 +145,7 @@ class _Sum:
         wide = block.to(self._gram.dtype)
         exact = self._total is self._gram
         if self._tallies is not None:
-            self._tallies.add([self._matrix], wide if exact else block)
+            self._tallies.add([self._matrix], block, wide if exact else None)
         if self._exponent:  # in two factors: one alone may be beyond float64
             half = self._exponent // 2
             wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - self._exponent)
@@ -175,8 +175,7 @@ def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
         flat = sent.stored[first.begin : first.begin + (count - 1) * step + M * N * first.dtype.itemsize]
         given = torch.as_strided(flat.view(first.dtype), (count, M, N), (step // first.dtype.itemsize, N, 1))
         wide = given.to(grams.dtype)
-        exact = wide if grams.dtype == torch.float64 else given
-        tallies.add([member.matrix for member in run], exact)
+        tallies.add([member.matrix for member in run], given, wide if grams.dtype == torch.float64 else None)
         short = wide if M < N else wide.mT
         torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
 

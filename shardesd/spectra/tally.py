@@ -1,11 +1,13 @@
 """Mean, variance, extremes and near-zeros of a matrix's elements, counted on the GPU that makes its Gram.
 
-There they are in float64 anyway. A CPU takes a nanosecond for each, and so longer than the GPU for all of its solve.
+A CPU takes a nanosecond for each, and so longer than the GPU for all of its solve. A GPU takes as long as its memory
+takes to be read: what 16 bits tell as well is counted as it is stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardesd.records import Matrix
@@ -69,15 +71,15 @@ class Tallies:
     def __init__(self) -> None:
         self._parts: list[tuple[Sequence[Matrix], int, torch.Tensor]] = []
 
-    def add(self, matrices: Sequence[Matrix], elements: torch.Tensor) -> None:
-        """A part of each matrix: `elements` is (K, N) for one, in any order, and (B, …) for B of them."""
+    def add(self, matrices: Sequence[Matrix], elements: torch.Tensor, wide: torch.Tensor | None = None) -> None:
+        """A part of each matrix: `elements` is (K, N) for one, in any order, and (B, …) for B of them; `wide` is the
+        same in float64, where it is there."""
         nearly_zero = next((matrix.nearly_zero for matrix in matrices if isinstance(matrix, Tallied)), None)
         if nearly_zero is None:
             return
-        if len(matrices) == 1 and elements.mT.is_contiguous():
-            elements = elements.mT
-        each_BK = elements.reshape(len(matrices), -1)
-        self._parts.append((matrices, each_BK.shape[1], _count(each_BK, nearly_zero)))
+        each_BK = _flat(elements, len(matrices))
+        wide_BK = each_BK.double() if wide is None else _flat(wide, len(matrices))
+        self._parts.append((matrices, each_BK.shape[1], _count(each_BK, wide_BK, nearly_zero)))
 
     def tell(self) -> None:
         """Tells each matrix's `done`; not of one that could not be read to its end. Synchronises."""
@@ -98,13 +100,32 @@ class Tallies:
                 matrix.done(parts)
 
 
-def _count(elements_BK: torch.Tensor, nearly_zero: float) -> torch.Tensor:
-    """(B, 5) in float64: mean, variance (ddof = 0), least, largest, near-zeros."""
+def _flat(elements: torch.Tensor, count: int) -> torch.Tensor:
+    """A row for each of `count` matrices; of one, in the order in which they lie, so that nothing is copied."""
+    if count == 1 and elements.mT.is_contiguous():
+        elements = elements.mT
+    return elements.reshape(count, -1)
+
+
+def _count(elements_BK: torch.Tensor, wide_BK: torch.Tensor, nearly_zero: float) -> torch.Tensor:
+    """(B, 5) in float64: mean, variance (ddof = 0), least, largest, near-zeros. `wide_BK` are the same in float64, in
+    any order."""
     import torch
 
-    wide_BK = elements_BK.to(torch.float64)
-    low_B, high_B = torch.aminmax(wide_BK, dim=1)
-    mean_B = wide_BK.mean(dim=1)  # `var_mean` makes NaN of Inf's mean
+    low_B, high_B = torch.aminmax(elements_BK, dim=1)
+    mean_B = elements_BK.sum(dim=1, dtype=torch.float64) / elements_BK.shape[1]  # `var_mean` makes NaN of Inf's mean
     var_B = torch.var(wide_BK, dim=1, correction=0)
-    zeros_B = torch.count_nonzero(wide_BK.abs() <= nearly_zero, dim=1)
-    return torch.stack([mean_B, var_B, low_B, high_B, zeros_B.double()], dim=1)
+    zeros_B = torch.count_nonzero(elements_BK.abs() <= _at_most(nearly_zero, elements_BK.dtype), dim=1)
+    return torch.stack([mean_B, var_B, low_B.double(), high_B.double(), zeros_B.double()], dim=1)
+
+
+@cache
+def _at_most(bound: float, dtype: torch.dtype) -> float:
+    """The largest number of `dtype` up to a positive `bound`: torch would round that to the nearest."""
+    import torch
+
+    nearest = torch.tensor(bound, dtype=torch.float64).to(dtype)
+    if float(nearest) > bound:
+        bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]  # of positive numbers they are in the same order
+        nearest = (nearest.view(bits) - 1).view(dtype)
+    return float(nearest)

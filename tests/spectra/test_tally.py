@@ -126,12 +126,25 @@ def test_one_that_breaks_off_is_not_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @given(arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(1, 40)), elements=st.floats(-1e100, 1e100)))
 def test_any_numbers(x: np.ndarray) -> None:
-    for row, found in zip(x, tally._count(torch.from_numpy(x), NEARLY_ZERO).tolist(), strict=True):
+    as_tensor = torch.from_numpy(x)
+    for row, found in zip(x, tally._count(as_tensor, as_tensor, NEARLY_ZERO).tolist(), strict=True):
         mean, var, low, high, zeros = found
         spread = np.abs(row).max()
         assert (low, high, zeros) == (row.min(), row.max(), (np.abs(row) <= NEARLY_ZERO).sum())
         assert mean == pytest.approx(row.mean(), rel=1e-12, abs=1e-12 * spread)
         assert var == pytest.approx(row.var(), rel=1e-9, abs=1e-12 * spread**2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("bound", [NEARLY_ZERO, 1e-3, 0.1, 1.0, 3e-8])
+def test_a_bound_is_rounded_down_to_a_type(dtype: torch.dtype, bound: float) -> None:
+    """All numbers of 16 bits, and those of more around the bound."""
+    if dtype.itemsize == 2:
+        every = torch.arange(0x7C00 if dtype == torch.float16 else 0x7F80, dtype=torch.int16).view(dtype)
+    else:
+        every = torch.tensor(bound, dtype=torch.float64) * (1 + torch.linspace(-1e-6, 1e-6, 10_001)).double()
+        every = torch.cat([every, torch.tensor([bound], dtype=torch.float64)]).to(dtype)
+    assert torch.equal(every <= tally._at_most(bound, dtype), every.double() <= bound)
 
 
 def test_it_is_the_matrix() -> None:
