@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -324,11 +325,7 @@ class _Scan:
             "shards": checkpoint.digests(),
             "notes": [*checkpoint.notes, *self._unbatched.values()],
             "options": asdict(self._options),
-            "versions": {
-                "shardesd": __version__,
-                "python": platform.python_version(),
-                **{name: metadata.version(name) for name in ("numpy", "polars", "torch", "huggingface_hub")},
-            },
+            "versions": {"shardesd": __version__, "python": platform.python_version(), **_versions()},
             "platform": platform.platform(),
             "devices": devices,
             "skipped": _reasons(self._skipped.values()),
@@ -340,6 +337,11 @@ class _Scan:
             "bytes_read": self._nbytes,
             "peak_memory_bytes": peak_memory(),
         }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("numpy", "polars", "torch", "huggingface_hub")}
 
 
 def _with_params(row: Row, params: int) -> Row:
