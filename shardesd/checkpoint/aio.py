@@ -23,6 +23,10 @@ PART_BYTES = 2 << 20
 """What one thread reads at a time."""
 
 _MOST_THREADS = 32
+_MOST_PARTS = 256
+"""Read by one call, which keeps some bytes for each on its thread's stack."""
+_MOST_COPIES = 256
+"""Of descriptors that there are at a time, and at most a quarter of those that the process may have."""
 
 # struct aiocb of 64-bit glibc, whatever the processor.
 _REQUEST = np.dtype(
@@ -48,6 +52,16 @@ def unread(fd: int, target: np.ndarray, offset: int) -> Sequence[tuple[int, int]
     library = _library() if nbytes > PART_BYTES and threading.current_thread() is not threading.main_thread() else None
     if library is None:
         return [(0, nbytes)]
+    left: list[tuple[int, int]] = []
+    step = _MOST_PARTS * PART_BYTES
+    for start in range(0, nbytes, step):
+        spans = _unread(library, fd, target[start : start + step], offset + start)
+        left += [(start + first, start + end) for first, end in spans]
+    return left
+
+
+def _unread(library: _Library, fd: int, target: np.ndarray, offset: int) -> Iterator[tuple[int, int]]:
+    nbytes = len(target)
     starts_P = np.arange(0, nbytes, PART_BYTES)
     lengths_P = np.minimum(PART_BYTES, nbytes - starts_P)
     requests_P = np.zeros(len(starts_P), _REQUEST)
@@ -61,8 +75,8 @@ def unread(fd: int, target: np.ndarray, offset: int) -> Sequence[tuple[int, int]
         pointers_P = requests_P.ctypes.data + np.arange(len(starts_P)) * _REQUEST.itemsize
         with library.no_signals():
             library.lio_listio(_LIO_WAIT, pointers_P.ctypes.data, len(starts_P), None)
-    short = np.flatnonzero(requests_P["returned"] != lengths_P).tolist()
-    return [(part * PART_BYTES, min((part + 1) * PART_BYTES, nbytes)) for part in short]
+    for part in np.flatnonzero(requests_P["returned"] != lengths_P).tolist():
+        yield part * PART_BYTES, min((part + 1) * PART_BYTES, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +90,10 @@ class _Library:
     @contextmanager
     def copies(self, fd: int, count: int) -> Iterator[list[int]]:
         """Descriptors of the same file, as many as are of use: requests of one are served one after the other."""
+        allowed = _allowance.take(min(count, self.threads))
         fds: list[int] = []
         try:
-            while len(fds) < min(count, self.threads):
+            while len(fds) < allowed:
                 copied = self.fcntl(fd, _F_DUPFD_CLOEXEC, 0)
                 if copied < 0:  # the process has as many as it may
                     break
@@ -87,6 +102,7 @@ class _Library:
         finally:
             for copied in fds:
                 self.close(copied)
+            _allowance.give(allowed)
 
     @contextmanager
     def no_signals(self) -> Iterator[None]:
@@ -97,6 +113,37 @@ class _Library:
             yield
         finally:
             self.pthread_sigmask(_SIG_SETMASK, before, None)
+
+
+class _Allowance:
+    """How many copies of descriptors all threads together may still make."""
+
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> int:
+        """As many of these as there are left, down to none."""
+        with self._lock:
+            taken = min(count, self._left)
+            self._left -= taken
+            return taken
+
+    def give(self, count: int) -> None:
+        with self._lock:
+            self._left += count
+
+
+def _most_copies() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such library
+        return 0
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_COPIES if soft == resource.RLIM_INFINITY else min(_MOST_COPIES, soft // 4)
+
+
+_allowance = _Allowance(_most_copies())
 
 
 def _library() -> _Library | None:

@@ -29,7 +29,6 @@ _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 
-
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
 
 
@@ -123,8 +122,7 @@ class _Run(Generic[K, T]):
 
     def outcomes(self, on_state: Callable[[State[K]], None]) -> Iterator[Outcome[K, T]]:
         failure: BaseException | None = None
-        fed = False
-        looked = 0.0
+        fed, looked = False, 0.0
         while True:
             if self._stop.is_set():
                 self._drop_ready()
@@ -142,6 +140,8 @@ class _Run(Generic[K, T]):
             if item is None:
                 fed = True
             elif isinstance(item, FeedError):
+                if item.at_once:
+                    raise item.error
                 fed, failure = True, item.error
             else:
                 yield item
@@ -248,16 +248,22 @@ class _Run(Generic[K, T]):
         start(self._work, name, worker)
 
     def _work(self, worker: Worker[K, T]) -> None:
+        try:
+            self._serve(worker)
+        except BaseException as error:  # what an `Exception` of a task, or a GPU that can't be used, is not
+            self._done.put(FeedError(error, at_once=True))
+
+    def _serve(self, worker: Worker[K, T]) -> None:
         device = worker.place.device
         try:
             self._engine.prepare(device)
         except Exception as error:
+            if worker.place.is_cpu:
+                raise
             with self._changed:
-                if not worker.place.is_cpu:
-                    self._retire(worker.place, str(error))
-                    self._ensure_fallback()
-                    return
-            raise
+                self._retire(worker.place, str(error))
+                self._ensure_fallback()
+                return
         while (tickets := self._take(worker)) is not None:
             for ticket in tickets:
                 self._on_start(ticket.task.key, device.name)

@@ -13,7 +13,7 @@ from shardesd.records import Row, StatsRow
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import stats_frame
 from shardesd.results.store import Amend, Begun, Order, arranged
-from shardesd.results.tables import plain_value
+from shardesd.results.tables import row_values
 
 
 class MemoryStore:
@@ -38,6 +38,8 @@ class MemoryStore:
 
     def append(self, row: Row, eigs: np.ndarray | None) -> None:
         """Keeps a finished row and its λ."""
+        if not row.longname.isascii():  # it may be one that no file can hold, and is named and sorted as on disk
+            row = Row(**row_values(row))
         self._appended[row.longname] = row
         if eigs is not None:
             self._eigs[row.longname] = eigs
@@ -63,7 +65,7 @@ class MemoryStore:
         """The model, or as much of it as there is so far."""
         rows = list(self._appended.values()) if self._rows is None else self._rows
         spectra = {
-            plain_value(row.longname, str): self._eigs[row.longname]
+            row.longname: self._eigs[row.longname]
             for row in rows
             if row.longname in self._eigs and row.status != "skipped"
         }

@@ -166,6 +166,61 @@ def test_descriptors(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
 
 
 @needs_library
+def test_threads_together_copy_no_more_descriptors_than_they_may(
+    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = aio._library()
+    assert library is not None
+    allowance = aio._Allowance(5)
+    monkeypatch.setattr(aio, "_allowance", allowance)
+    open_now, most = [0], [0]
+
+    def copy(fd: int, command: int, least: int) -> int:
+        open_now[0] += 1  # the interpreter's lock is kept, as by the real one
+        most[0] = max(most[0], open_now[0])
+        return int(library.fcntl(fd, command, least))
+
+    def close(fd: int) -> int:
+        open_now[0] -= 1
+        return int(library.close(fd))
+
+    monkeypatch.setattr(aio, "_load", lambda: replace(library, threads=4, fcntl=copy, close=close))
+
+    def work(_: int) -> None:
+        for _ in range(30):
+            assert read(path, 0, len(content)) == (content, [])
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert 4 <= most[0] <= 5
+    assert open_now[0] == 0
+    assert allowance._left == 5, "what was taken was given back"
+    assert aio._most_copies() <= 256
+
+
+@needs_library
+def test_a_range_of_many_parts_is_read_by_several_calls(
+    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = aio._library()
+    assert library is not None
+    parts: list[int] = []
+
+    def call(mode: int, requests: int, count: int, event: None) -> int:
+        parts.append(count)
+        return int(library.lio_listio(mode, requests, count, event))
+
+    monkeypatch.setattr(aio, "_load", lambda: replace(library, lio_listio=call))
+    monkeypatch.setattr(aio, "_MOST_PARTS", 30)
+    assert aside(lambda: read(path, 7, len(content))) == (content[7:], [])
+    assert parts == [30, 30, 30, 11]
+    start = len(content) - 40 * PART
+    data, spans = aside(lambda: read(path, start, start + 70 * PART))
+    assert data[: 40 * PART] == content[start:]
+    assert spans == [(at * PART, (at + 1) * PART) for at in range(40, 70)]
+
+
+@needs_library
 def test_a_fork_reads_without_threads_that_it_has_not(path: Path, content: bytes) -> None:
     aside(lambda: read(path, 0, len(content)))
     child = os.fork()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from shardesd.engine import Device, Engine, Outcome, Task, Trouble
+from shardesd.engine import Device, Engine, Outcome, Task, Trouble, queue
 
 
 class NoMemory(Exception):
@@ -203,3 +203,43 @@ def test_a_cpu_that_helps_out_leaves_the_rest_to_the_gpus_and_they_say_so_once()
     outcomes, notices = scan([Device("cuda:0", slots=2)], tasks)
     assert {key for key, outcome in outcomes.items() if outcome.value == "cpu"} == {0, 10, 20, 30, 40, 50}
     assert notices == ["cuda:0 has no memory for some of the work, which the CPU does instead"]
+
+
+def test_a_cpu_worker_that_can_not_be_prepared_ends_the_scan() -> None:
+    def prepare(device: Device) -> None:
+        raise MemoryError("no memory for torch")
+
+    engine = Engine((Device("cpu", slots=2),), budget=100, prepare=prepare)
+    with pytest.raises(MemoryError, match="no memory for torch"):
+        list(engine.map([Task(key=i, run=lambda device: device) for i in range(3)]))
+
+
+def test_what_is_no_exception_of_a_task_ends_the_scan() -> None:
+    """pyo3's panics, say."""
+
+    class Panic(BaseException):
+        pass
+
+    def run(device: str) -> None:
+        raise Panic("at the disco")
+
+    engine = Engine((Device("cpu", slots=2),), budget=100)
+    with pytest.raises(Panic, match="at the disco"):
+        list(engine.map([Task(key=i, run=run) for i in range(3)]))
+
+
+def test_no_thread_for_the_cpu_that_takes_over_ends_the_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = queue.start
+
+    def start(target: Callable[..., None], name: str, *args: object) -> None:
+        if name.startswith("shardesd-cpu"):
+            raise RuntimeError("can't start new thread")
+        real(target, name, *args)
+
+    def run(device: str) -> None:
+        raise Lost("gone")
+
+    monkeypatch.setattr(queue, "start", start)
+    engine = Engine((Device("cuda:0", slots=2),), budget=100, classify=classify)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(engine.map([Task(key=i, run=run) for i in range(3)]))

@@ -121,3 +121,14 @@ def test_an_unknown_option_is_named() -> None:
 def test_a_commented_example_of_the_readme_holds(tmp_path: Path) -> None:
     result = shardesd.scan(one_file(tmp_path / "m", random_weights()), out=tmp_path / "results", format="parquet")
     assert pl.read_parquet(tmp_path / "results" / "models" / "m.parquet").height == result.layers.height
+
+
+def test_names_that_no_file_can_hold_are_the_same_in_memory_and_on_disk(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {name: torch.randn(30, 20) for name in ("m.\ud800.weight", "m.a.weight", "m.ü.weight", "m.z.weight")}
+    in_memory = shardesd.scan(weights, cache=False, device="cpu")
+    on_disk = shardesd.scan(weights, cache=False, device="cpu", out=tmp_path)
+    names = in_memory.layers["longname"].to_list()
+    assert "m.\\ud800" in names
+    assert names == on_disk.layers["longname"].to_list()
+    assert sorted(in_memory.spectra) == sorted(on_disk.spectra) == sorted(names)
