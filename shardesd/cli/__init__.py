@@ -62,7 +62,7 @@ from shardesd.cli.inspect import inspect
 from shardesd.cli.models import models
 from shardesd.cli.refit import refit
 from shardesd.cli.run import run
-from shardesd.cli.session import errors, interruptible
+from shardesd.cli.session import errors, interruptible, keep_what_is_loaded
 from shardesd.cli.summarize import summarize
 from shardesd.errors import ResultsError
 from shardesd.options import OutputOptions, ScanOptions
@@ -222,7 +222,7 @@ def _run(
     quiet: bool,
     verbose: bool,
 ) -> NoReturn:
-    from shardesd.events import ScanFinished
+    from shardesd.events import ScanFinished, ScanStarted
     from shardesd.scanner import scan as run
     from shardesd.show import display
 
@@ -230,6 +230,8 @@ def _run(
     with display(quiet=quiet, verbose=verbose, json=json) as show, interruptible(show) as stop:
 
         def listen(event: Event) -> None:
+            if isinstance(event, ScanStarted):
+                keep_what_is_loaded()
             if isinstance(event, ScanFinished):
                 finished.append(event)
             show(event)

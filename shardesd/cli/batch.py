@@ -54,7 +54,7 @@ from shardesd.cli.arguments import (
     gpu_options,
     scan_options,
 )
-from shardesd.cli.session import at_once, errors, interruptible, on_hangup
+from shardesd.cli.session import at_once, errors, interruptible, keep_what_is_loaded, on_hangup
 from shardesd.options import (
     BatchOptions,
     GpuOptions,
@@ -200,7 +200,7 @@ def _run(
     from json import dumps
 
     from shardesd.batch import Batch, log_file
-    from shardesd.events import BatchFinished
+    from shardesd.events import BatchFinished, ModelStarted
     from shardesd.results import load_result
     from shardesd.show import batch_display
 
@@ -214,6 +214,8 @@ def _run(
     ):
 
         def listen(event: BatchEvent) -> None:
+            if isinstance(event, ModelStarted):
+                keep_what_is_loaded()
             if isinstance(event, BatchFinished):
                 finished.append(event)
             log(event)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from types import FrameType
 from typing import Any, NoReturn
 
 import typer
 
 from shardesd.errors import ShardesdError
+
+
+@cache
+def keep_what_is_loaded() -> None:
+    """Once the first scan starts, the collector of cycles leaves alone what has been imported: to look through torch
+    takes it a tenth of a second, several times in a scan of thousands of matrices (docs/performance.md)."""
+    gc.freeze()
 
 
 @contextmanager

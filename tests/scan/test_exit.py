@@ -34,3 +34,31 @@ def test_an_early_end(folder: Path, code: str, status: int) -> None:
         )
         assert done.returncode == status, done.stderr
         assert "terminate" not in done.stderr
+
+
+COMMAND = """
+import atexit, gc, sys
+from shardesd.cli import main
+gc.collect()
+before = len(gc.get_objects())
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > before, "numpy" in sys.modules))
+main()
+"""
+
+
+@pytest.mark.parametrize("name", ["scan", "batch"])
+def test_commands_spare_the_collector_what_is_loaded(folder: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "models.txt").write_text(f"{folder}\n")
+    what = folder if name == "scan" else tmp_path / "models.txt"
+    options = ["--device", "cpu", "--quiet", "--no-cache", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", COMMAND, name, str(what), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "frozen: True True" in done.stdout, done.stderr
+
+
+def test_the_library_leaves_the_collector_as_it_is(folder: Path) -> None:
+    code = "import gc; before = gc.get_freeze_count(); shardesd.scan(folder, cache=False)\n"
+    code = f"{HEAD}{code}print('frozen:', gc.get_freeze_count() - before)"
+    command = [sys.executable, "-c", code, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "frozen: 0\n", done.stderr
