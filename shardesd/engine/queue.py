@@ -28,7 +28,6 @@ K = TypeVar("K")
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
-
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
 
 
@@ -251,7 +250,8 @@ class _Run(Generic[K, T]):
         try:
             self._serve(worker)
         except BaseException as error:  # what an `Exception` of a task, or a GPU that can't be used, is not
-            self._done.put(FeedError(error, at_once=True))
+            if not worker.abandoned:
+                self._done.put(FeedError(error, at_once=True))
 
     def _serve(self, worker: Worker[K, T]) -> None:
         device = worker.place.device

@@ -1,6 +1,6 @@
 """Products of float64 matrices by torch's cuBLAS, called without giving the interpreter's lock away (`linked`).
 
-cuBLAS counts columns first: a row-major matrix is the transpose of what it sees. All on the current device and stream.
+cuBLAS counts columns first: a row-major matrix is the transpose of what it sees. All on the device's current stream.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ def available() -> bool:
 
 def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     """total += blockᵀ·block, the lower triangle. `total` is contiguous."""
+    import torch
+
     K, N = block_KN.shape
     if block_KN.stride(0) == 1 and block_KN.stride(1) >= K:
         operation, step = _TRANSPOSED, block_KN.stride(1)
     else:
         block_KN = block_KN.contiguous()
         operation, step = _AS_IT_IS, N
-    status = _library().cublasDsyrk_v2(
-        *(_handle(), _UPPER, operation, N, K),
-        *(_AT_ONE, block_KN.data_ptr(), step, _AT_ONE, total_NN.data_ptr(), N),
-    )
+    with torch.cuda.device(total_NN.device):
+        status = _library().cublasDsyrk_v2(
+            *(_handle(), _UPPER, operation, N, K),
+            *(_AT_ONE, block_KN.data_ptr(), step, _AT_ONE, total_NN.data_ptr(), N),
+        )
     _check(status, "Dsyrk")
 
 

@@ -36,7 +36,6 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    monkeypatch.setattr(cublas, "available", lambda: True)
     compile.unavailable_reason.cache_clear()
     yield
     compile.unavailable_reason.cache_clear()
@@ -53,9 +52,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cusolver, "available", lambda: True)
 
 
-def test_without_torch_s_cublas(compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_s_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cublas, "available", lambda: False)
-    assert "needs the cuBLAS that torch uses" in str(spectra.why_not_batched(0))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    assert "the cuBLAS that torch uses is not found" in str(spectra.why_not_batched(0))
 
 
 def no_package(index: int) -> Any:

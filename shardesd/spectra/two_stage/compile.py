@@ -47,8 +47,6 @@ def unavailable_reason(index: int) -> str | None:
         return "the batched eigensolver needs a CUDA build of torch"
     if torch.cuda.get_device_capability(index) < (9, 0):
         return "the batched eigensolver needs compute capability 9.0 or newer"
-    if not cublas.available():
-        return "the batched eigensolver needs the cuBLAS that torch uses, which is not found in /proc/self/maps"
     try:
         kernels(index)
     except ImportError as error:
@@ -71,6 +69,9 @@ class Kernels:
 
     def __init__(self, index: int) -> None:
         import torch
+
+        if not cublas.available():
+            raise RuntimeError("the cuBLAS that torch uses is not found in /proc/self/maps")
         from cuda.bindings import driver
         from cuda.core import Device, Program, ProgramOptions
         from cuda.core.utils import FileStreamProgramCache
