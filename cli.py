@@ -1,6 +1,6 @@
 """A launcher for a checkout: `python cli.py scan …` is `shardesd scan …`."""
 
-from shardesd.cli import main
+from shardesd.__main__ import main
 
 if __name__ == "__main__":
     main()

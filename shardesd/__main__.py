@@ -1,6 +1,16 @@
-"""`python -m shardesd`."""
+"""The command: `shardesd`, and `python -m shardesd`."""
 
-from shardesd.cli import main
+import sys
+
+
+def main() -> None:
+    """See `shardesd.cli`."""
+    try:
+        from shardesd.cli import main as command
+    except KeyboardInterrupt:  # in the tenth of a second that this takes
+        sys.exit("error: interrupted")
+    command()
+
 
 if __name__ == "__main__":
     main()

@@ -62,3 +62,20 @@ def test_the_library_leaves_the_collector_as_it_is(folder: Path) -> None:
     command = [sys.executable, "-c", code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == "frozen: 0\n", done.stderr
+
+
+def test_ctrl_c_while_the_command_is_loaded() -> None:
+    code = """
+import sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupts())
+from shardesd.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: interrupted\n")
