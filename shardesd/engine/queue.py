@@ -28,6 +28,7 @@ K = TypeVar("K")
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
+
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
 
 
@@ -76,8 +77,7 @@ class Engine:
         """Outcomes as they come, each task's once. Once `stop` is set, only tasks in flight are finished.
 
         `run_many` solves tasks of one group together on a GPU; what it raises, each of them has raised. An exception
-        of `tasks` itself is raised here when the tasks before it are done. `on_state` is called now and then, from the
-        caller's thread.
+        of `tasks` itself is raised when those before it are done. `on_state` is called now and then, by the caller.
         """
         with quick_turns() if self.gpus else nullcontext():
             run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
@@ -102,7 +102,7 @@ class _Run(Generic[K, T]):
         self._run_many = run_many
         self._on_start = on_start
         self._stop = stop
-        self._done: queue.SimpleQueue[Outcome[K, T] | FeedError | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Outcome[K, T] | FeedError | BaseException | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
@@ -139,9 +139,9 @@ class _Run(Generic[K, T]):
             if item is None:
                 fed = True
             elif isinstance(item, FeedError):
-                if item.at_once:
-                    raise item.error
                 fed, failure = True, item.error
+            elif isinstance(item, BaseException):  # a worker's thread has ended: what it had to do will not be done
+                raise item
             else:
                 yield item
                 with self._changed:
@@ -251,7 +251,7 @@ class _Run(Generic[K, T]):
             self._serve(worker)
         except BaseException as error:  # what an `Exception` of a task, or a GPU that can't be used, is not
             if not worker.abandoned:
-                self._done.put(FeedError(error, at_once=True))
+                self._done.put(error)
 
     def _serve(self, worker: Worker[K, T]) -> None:
         device = worker.place.device
@@ -300,8 +300,8 @@ class _Run(Generic[K, T]):
                 return None
             self._ready.take_like(
                 worker,
-                share(len(self._ready) + 1, max(1, gpus), first.task.most),
-                max(worker.host_bytes, self._engine.budget - self._host_bytes() + worker.host_bytes),
+                share(len(self._ready) + 1, gpus, first.task.most),
+                worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )
             self._changed.notify_all()
@@ -309,7 +309,7 @@ class _Run(Generic[K, T]):
 
     def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
-        if place.free_slots < 1:
+        if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
         only = place.fallback and any(not (p.is_cpu or p.retired) for p in self._places)
 

@@ -13,8 +13,6 @@ K = TypeVar("K")
 
 MOST_PASSED_OVER = 32
 """After so many smaller tasks went before it for want of memory, a task is waited for."""
-
-
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 

@@ -91,5 +91,3 @@ class FeedError:
     """The caller's iterator of tasks raised: its exception ends `map`, after the tasks before it."""
 
     error: BaseException
-    at_once: bool = False
-    """A worker's thread raised instead, and what it had to do will not be done: nothing is waited for."""

@@ -92,7 +92,7 @@ def _library() -> Any:
     if library is None or not hasattr(library, "cublasDgemmStridedBatched"):
         return None
     size = (_INT, _INT, _INT)
-    library.cublasDsyrk_v2.argtypes = (*(_POINTER, *size, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT),)
+    library.cublasDsyrk_v2.argtypes = (_POINTER, *size, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
     library.cublasDgemmStridedBatched.argtypes = (
         *(_POINTER, _INT, _INT, *size, _POINTER, _POINTER, _INT, _STRIDE),
         *(_POINTER, _INT, _STRIDE, _POINTER, _POINTER, _INT, _STRIDE, _INT),

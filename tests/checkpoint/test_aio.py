@@ -21,7 +21,15 @@ from shardesd.errors import ShardChanged
 T = TypeVar("T")
 PART = 4096
 
-needs_library = pytest.mark.skipif(aio._library() is None, reason="needs glibc and more than one core")
+needs_library = pytest.mark.usefixtures("library")
+
+
+@pytest.fixture
+def library() -> aio._Library:
+    found = aio._library()
+    if found is None:
+        pytest.skip("needs glibc and more than one core")
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -145,10 +153,7 @@ def test_signals_meanwhile(path: Path, content: bytes) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-@needs_library
-def test_descriptors(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    library = aio._library()
-    assert library is not None
+def test_descriptors(path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch) -> None:
     aside(lambda: read(path, 0, len(content)))
     before = descriptors()
     aside(lambda: read(path, 0, len(content)))
@@ -165,12 +170,9 @@ def test_descriptors(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
     assert descriptors() == before
 
 
-@needs_library
 def test_threads_together_copy_no_more_descriptors_than_they_may(
-    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+    path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = aio._library()
-    assert library is not None
     allowance = aio._Allowance(5)
     monkeypatch.setattr(aio, "_allowance", allowance)
     open_now, most = [0], [0]
@@ -198,12 +200,9 @@ def test_threads_together_copy_no_more_descriptors_than_they_may(
     assert aio._most_copies() <= 256
 
 
-@needs_library
 def test_a_range_of_many_parts_is_read_by_several_calls(
-    path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+    path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library = aio._library()
-    assert library is not None
     parts: list[int] = []
 
     def call(mode: int, requests: int, count: int, event: None) -> int:

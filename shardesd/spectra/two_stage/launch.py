@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any
@@ -70,7 +69,7 @@ def _error_name(status: int) -> str:
 
 @cache
 def _driver() -> Any:
-    driver = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    driver = ctypes.PyDLL("libcuda.so.1")
     driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
     driver.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.c_void_p)
     return driver
