@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -137,10 +138,8 @@ class Batch:
 
     def _prepare(self) -> None:
         make_folders([self.out])
-        marker = self.out / f".now.{os.getpid()}.tmp"
-        marker.touch()
-        self._began = marker.stat().st_mtime  # by the clock of the filesystem
-        marker.unlink()
+        with tempfile.TemporaryFile(dir=self.out) as marker:
+            self._began = os.fstat(marker.fileno()).st_mtime  # by the clock of the filesystem
         if (self.out / "gpu_config.json").exists():
             self.reconfigure()
 
