@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import polars as pl
@@ -46,6 +47,15 @@ def start(listed: Path, out: Path, *arguments: object, **env: str) -> subprocess
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def holds_a_claim(out: Path, process: subprocess.Popen[str]) -> bool:
+    """Claims may go while they are looked at."""
+    for path in out.glob("claims/*.claim"):
+        with suppress(FileNotFoundError):
+            if f'"pid": {process.pid},' in path.read_text(errors="replace"):
+                return True
+    return False
 
 
 def finish(process: subprocess.Popen[str]) -> str:
@@ -87,13 +97,7 @@ def test_kill_9_at_random_moments(listed: Path, whole: Path, tmp_path: Path) -> 
     while kills < KILLS:
         process = start(listed, out)
         if seed.random() < 0.8:  # once it is at work; else at any moment of its beginning
-            wait_until(
-                lambda p=process: (
-                    f'"pid": {p.pid},' in "".join(c.read_text(errors="replace") for c in out.glob("claims/*.claim"))
-                    or p.poll() is not None
-                ),
-                30,
-            )
+            wait_until(lambda p=process: holds_a_claim(out, p) or p.poll() is not None, 30)
         time.sleep(seed.random() * 0.4)
         if process.poll() is not None:
             process.communicate()
@@ -121,11 +125,7 @@ def test_three_processes_one_killed_one_with_a_wrong_clock(listed: Path, whole: 
     others = [start(listed, out, **late), start(listed, out, "--shuffle", 2, "--workers", 2)]
     assert wait_until(lambda: any(p.stat().st_size > 20_000 for p in out.glob("partial/*.jsonl")), 60)
 
-    def mine() -> list[Path]:
-        claims = [path for path in (out / "claims").glob("*.claim") if path.exists()]
-        return [path for path in claims if f'"pid": {victim.pid},' in path.read_text(errors="replace")]
-
-    assert wait_until(lambda: bool(mine()), 60)
+    assert wait_until(lambda: holds_a_claim(out, victim), 60)
     victim.send_signal(signal.SIGKILL)
     victim.communicate()
     for process in others:
