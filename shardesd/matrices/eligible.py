@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
-from shardesd.matrices.names import ends_with
+from shardesd.matrices.names import ends_with, unnumbered
 from shardesd.options import ScanOptions
 from shardesd.records import TensorRef
 
@@ -109,15 +110,20 @@ def reason_by_name(
     """
     if ndim == 4 and name.rpartition(".")[2] == "bias":
         return MASK
-    for reason, rule in _BY_NAME:
-        # T5's and Swin's relative_…_bias tables are positions, not biases.
-        if rule.search(name) and block_type != "position":
-            return reason
+    # T5's and Swin's relative_…_bias tables are positions, not biases.
+    if block_type != "position" and (reason := _reason_of(unnumbered(name))):
+        return reason
     if block_type in _BY_BLOCK_TYPE and not (options.embeddings and block_type != "norm"):
         return _BY_BLOCK_TYPE[block_type]
     if name.endswith("weight") and f"{name.removesuffix('weight')}running_mean" in siblings:
         return NORM
     return ""
+
+
+@lru_cache(maxsize=8192)
+def _reason_of(stem: str) -> str:
+    """No rule asks for a number."""
+    return next((reason for reason, rule in _BY_NAME if rule.search(stem)), "")
 
 
 def reason_by_shape(tensor: TensorRef) -> str:

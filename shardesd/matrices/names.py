@@ -162,6 +162,7 @@ def role(longname: str) -> str:
     return _role_of(unnumbered(_PARAMETER.sub("", longname[-_LONGEST:])))
 
 
+@lru_cache(maxsize=1024)  # each is asked for several times while its tensor is planned
 def unnumbered(name: str) -> str:
     """The name with 0 for each number between two dots, of a layer or an expert: of thousands of names, a few dozen."""
     return _NUMBER.sub("0", name)
@@ -183,16 +184,17 @@ def _layer_index(longname: str) -> int | None:
     return int(min(found, key=lambda match: match.start())[1]) if found else None
 
 
+_DIGITS = re.compile("([0-9]+)")
 NaturalKey = tuple[tuple[tuple[int, str] | str, ...], str]
 
 
 def natural_key(name: str) -> NaturalKey:
     """Sort key in which numbers count by value: ``h.2`` before ``h.10``."""
-    parts: list[tuple[int, str] | str] = []
-    for i, text in enumerate(re.split(r"([0-9]+)", name)):
-        digits = text.lstrip("0")
+    parts: list[tuple[int, str] | str] = [*_DIGITS.split(name)]
+    for at in range(1, len(parts), 2):
+        digits = str(parts[at]).lstrip("0")
         # Equal lengths make digits compare by value, however long a hostile name makes them.
-        parts.append((len(digits), digits) if i % 2 else text)
+        parts[at] = len(digits), digits
     return tuple(parts), name
 
 
