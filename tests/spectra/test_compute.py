@@ -66,7 +66,7 @@ def matrices(draw: st.DrawFn) -> np.ndarray:
     elif kind == "repeated":
         W_MN[:] = W_MN[0]
     dtype = draw(st.sampled_from([np.float64, np.float32, np.float16]))
-    scale = 10.0 ** draw(st.integers(*{np.float64: (-140, 140), np.float32: (-18, 18), np.float16: (-1, 1)}[dtype]))
+    scale = 10.0 ** draw(st.integers(*{np.float64: (-140, 136), np.float32: (-18, 18), np.float16: (-1, 1)}[dtype]))
     with np.errstate(over="ignore"):
         W_MN = (W_MN * scale).astype(dtype)
     W_MN[~np.isfinite(W_MN)] = 1
