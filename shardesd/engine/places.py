@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
-from shardesd.engine.work import Ticket
+from shardesd.engine.work import Task, Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -40,6 +41,19 @@ class Place(Generic[K, T]):
     def free_slots(self) -> int:
         return self.device.slots - sum(worker.slots for worker in self.workers)
 
+    def is_open_to(self, task: Task[K, T]) -> bool:
+        """Whether a worker may be waiting for it."""
+        return self.free_slots > 0 and task.group not in self.gathered
+
+    @property
+    def gathered(self) -> set[Hashable]:
+        """The groups of which a worker waits for more: others leave them to it."""
+        return {worker.gathers for worker in self.workers} - {None}
+
+    def in_work(self, group: Hashable) -> int:
+        """How many tasks of a group are worked on here."""
+        return sum(ticket.task.group == group for worker in self.workers for ticket in worker.tickets)
+
     def slots_of(self, ticket: Ticket[K, T]) -> int:
         """How many a task takes here."""
         return 1 if self.is_cpu else min(ticket.task.slots, self.device.slots)
@@ -51,21 +65,30 @@ class Worker(Generic[K, T]):
 
     place: Place[K, T]
     tickets: list[Ticket[K, T]] = field(default_factory=list)
-    device_bytes: int = 0
+    members_bytes: int = 0
+    shared_bytes: int = 0
+    """On a GPU: of each task, and once for all of them."""
     host_bytes: int = 0
     """Tasks that are solved together are read one after the other, so the largest of them counts."""
     slots: int = 0
+    gathers: Hashable = None
+    """The group of which it waits for more."""
     since: float = 0.0
     abandoned: bool = False
 
+    @property
+    def device_bytes(self) -> int:
+        return self.members_bytes + self.shared_bytes
+
     def add(self, ticket: Ticket[K, T]) -> None:
         self.tickets.append(ticket)
-        self.device_bytes += ticket.task.device_bytes
+        self.members_bytes += ticket.task.device_bytes
+        self.shared_bytes = max(self.shared_bytes, ticket.task.shared_bytes)
         self.host_bytes = max(self.host_bytes, ticket.task.host_bytes)
         self.slots = self.place.slots_of(ticket)
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""
         tickets, self.tickets = self.tickets, []
-        self.device_bytes = self.host_bytes = self.slots = 0
+        self.members_bytes = self.shared_bytes = self.host_bytes = self.slots = 0
         return tickets

@@ -11,15 +11,15 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Generic, TypeVar
 
+from shardesd.engine.attempt import RunMany, attempt
 from shardesd.engine.devices import Device
 from shardesd.engine.places import Place, Worker
 from shardesd.engine.ready import Ready, share
-from shardesd.engine.threads import close_at_exit, quick_turns, start
+from shardesd.engine.threads import close_at_exit, start
 from shardesd.engine.work import DeviceState, FeedError, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
@@ -28,8 +28,7 @@ K = TypeVar("K")
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
-
-RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
+_LOOKS = 20  # whether it is large enough, in this time
 
 
 class Engine:
@@ -79,12 +78,11 @@ class Engine:
         `run_many` solves tasks of one group together on a GPU; what it raises, each of them has raised. An exception
         of `tasks` itself is raised when those before it are done. `on_state` is called now and then, by the caller.
         """
-        with quick_turns() if self.gpus else nullcontext():
-            run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
-            try:
-                yield from run.outcomes(on_state)
-            finally:
-                run.close()
+        run = _Run(self, tasks, run_many, on_start, stop or threading.Event())
+        try:
+            yield from run.outcomes(on_state)
+        finally:
+            run.close()
 
 
 class _Run(Generic[K, T]):
@@ -223,7 +221,7 @@ class _Run(Generic[K, T]):
                     self._ready.add(Ticket(task, number))
                     if task.aside and not self._aside.workers:
                         self._staff(self._aside)
-                    if task.aside or any(place.free_slots > 0 for place in self._places):
+                    if task.aside or any(place.is_open_to(task) for place in self._places):
                         self._changed.notify_all()
             self._done.put(None)
         except BaseException as error:
@@ -267,7 +265,7 @@ class _Run(Generic[K, T]):
         while (tickets := self._take(worker)) is not None:
             for ticket in tickets:
                 self._on_start(ticket.task.key, device.name)
-            outcomes = self._attempt(tickets, device.name)
+            outcomes = attempt([ticket.task for ticket in tickets], device.name, self._run_many)
             with self._changed:
                 if worker.abandoned:
                     return
@@ -291,16 +289,24 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
                 return [first]
-            gpus = sum(not (p.is_cpu or p.retired) for p in self._places)
-            few = len(self._ready) + 1 < gpus * first.task.most
-        if few:
-            self._all_here.wait(_GATHER)
+            group, most = first.task.group, first.task.most
+            others = [p for p in self._places if not (p.is_cpu or p.retired or p is place)]
+            worker.gathers = group
+        for _ in range(_LOOKS):
+            if self._ready.count(group) + 1 >= (1 + len(others)) * most or self._all_here.wait(_GATHER / _LOOKS):
+                break
         with self._changed:
+            worker.gathers = None
             if worker.abandoned:
                 return None
             self._ready.take_like(
                 worker,
-                share(len(self._ready) + 1, gpus, first.task.most),
+                share(
+                    self._ready.count(group) + 1,
+                    most,
+                    place.in_work(group) - 1,
+                    [other.in_work(group) for other in others],
+                ),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )
@@ -311,11 +317,12 @@ class _Run(Generic[K, T]):
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
         if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
+        gathered = place.gathered
         only = place.fallback and any(not (p.is_cpu or p.retired) for p in self._places)
 
         def take(aside: bool) -> Ticket[K, T] | None:
             def suits(ticket: Ticket[K, T]) -> bool:
-                if ticket.task.aside != aside:
+                if ticket.task.aside != aside or ticket.task.group in gathered:
                     return False
                 return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
 
@@ -338,24 +345,10 @@ class _Run(Generic[K, T]):
         if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
             return False
         used = place.device_bytes
-        return not used or used + ticket.task.device_bytes <= place.device.budget
+        return not used or used + ticket.task.device_bytes + ticket.task.shared_bytes <= place.device.budget
 
     def _host_bytes(self) -> int:
         return sum(place.host_bytes for place in (*self._places, self._aside))
-
-    def _attempt(self, tickets: list[Ticket[K, T]], device: str) -> Sequence[Outcome[K, T]]:
-        if len(tickets) > 1 and self._run_many is not None:
-            try:
-                return self._run_many([ticket.task for ticket in tickets], device)
-            except Exception as error:
-                return [Outcome(key=ticket.task.key, error=error, device=device) for ticket in tickets]
-        task = tickets[0].task
-        started = time.perf_counter()
-        try:
-            value = task.run(device)
-        except Exception as error:
-            return [Outcome(key=task.key, error=error, device=device, seconds=time.perf_counter() - started)]
-        return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]
 
     def _settle(self, ticket: Ticket[K, T], outcome: Outcome[K, T], place: Place[K, T]) -> None:
         """An outcome is delivered, or its task tried elsewhere: for want of memory alone, then on the CPU."""

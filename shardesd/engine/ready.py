@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from shardesd.engine.places import Worker
@@ -16,10 +17,14 @@ MOST_PASSED_OVER = 32
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 
-def share(left: int, gpus: int, most: int) -> int:
-    """How many of so many tasks of a group are taken at once, `most` being the best size: not all, so that other GPUs
-    have some too. Slots of one GPU don't divide them: two small groups at once take longer than one."""
-    return min(most, max(-(-left // gpus), most // _LEAST_SHARE))
+def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
+    """How many of the `left` tasks of a group a GPU takes at once, `most` being the best size.
+
+    So many that each GPU has as many in work, where `here` are in work on this one and `others` on each other one:
+    slots of one GPU don't divide them, since two small groups at once take longer than one.
+    """
+    even = -(-(left + here + sum(others)) // (1 + len(others)))
+    return min(most, max(even - here, most // _LEAST_SHARE))
 
 
 class Ready(Generic[K, T]):
@@ -27,6 +32,7 @@ class Ready(Generic[K, T]):
 
     def __init__(self) -> None:
         self._tickets: list[Ticket[K, T]] = []  # the longest first
+        self._groups = Counter[Hashable]()
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -46,6 +52,11 @@ class Ready(Generic[K, T]):
             else:
                 high = middle
         self._tickets.insert(low, ticket)
+        self._groups[ticket.task.group] += 1
+
+    def count(self, group: Hashable) -> int:
+        """How many of a group there are."""
+        return self._groups[group]
 
     def take(self, fits: Callable[[Ticket[K, T]], bool], suits: Callable[[Ticket[K, T]], bool]) -> Ticket[K, T] | None:
         """The longest ticket that `suits` the device and `fits` into its memory; None where there is none now.
@@ -60,6 +71,7 @@ class Ready(Generic[K, T]):
                 for other in passed:
                     other.passed_over += 1
                 del self._tickets[at]
+                self._groups[ticket.task.group] -= 1
                 return ticket
             if ticket.passed_over >= MOST_PASSED_OVER:
                 return None
@@ -83,6 +95,7 @@ class Ready(Generic[K, T]):
                 and worker.device_bytes + task.device_bytes <= device_bytes
             ):
                 worker.add(ticket)
+                self._groups[group] -= 1
             else:
                 kept.append(ticket)
         self._tickets = kept

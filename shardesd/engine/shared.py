@@ -14,8 +14,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from shardesd.engine.attempt import RunMany
 from shardesd.engine.devices import Device
-from shardesd.engine.queue import Engine, RunMany
+from shardesd.engine.queue import Engine
 from shardesd.engine.work import FeedError, Outcome, State, Task
 
 _POLL_SECONDS = 0.2

@@ -1,4 +1,4 @@
-"""Threads that don't keep the interpreter alive, but are waited for when it exits; and how they take turns.
+"""Threads that don't keep the interpreter alive, but are waited for when it exits.
 
 A daemon thread that is within torch when the interpreter goes takes the whole process down (SIGABRT).
 """
@@ -6,16 +6,13 @@ A daemon thread that is within torch when the interpreter goes takes the whole p
 from __future__ import annotations
 
 import atexit
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 _EXIT_SECONDS = 60.0  # a matrix in work is waited for so long
-_TURN_SECONDS = 1e-4
 
 
 class Closable(Protocol):
@@ -48,36 +45,6 @@ def start(target: Callable[..., None], name: str, *args: object) -> None:
 def close_at_exit(what: Closable) -> None:
     """Has `what` closed at exit, if it is still there: a generator that was left open, say."""
     _open.add(what)
-
-
-@contextmanager
-def quick_turns() -> Iterator[None]:
-    """While it is entered, a thread waits 0.1 ms for the interpreter's lock, not 5 (a process-wide setting).
-
-    Each call of CUDA lets go of the lock for microseconds, and may have to wait that long to have it back.
-    """
-    with _turns.lock:
-        if not _turns.entered:
-            _turns.before = sys.getswitchinterval()
-            sys.setswitchinterval(min(_TURN_SECONDS, _turns.before))
-        _turns.entered += 1
-    try:
-        yield
-    finally:
-        with _turns.lock:
-            _turns.entered -= 1
-            if not _turns.entered:
-                sys.setswitchinterval(_turns.before)
-
-
-class _Turns:
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.entered = 0
-        self.before = 0.0
-
-
-_turns = _Turns()
 
 
 def _wait() -> None:

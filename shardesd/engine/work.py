@@ -24,6 +24,8 @@ class Task(Generic[K, T]):
     """Host memory that it takes while it runs."""
     device_bytes: int = 0
     """Memory of a GPU that it takes while it runs there."""
+    shared_bytes: int = 0
+    """And what it takes there besides, once for all that are solved together."""
     cost: float = 0.0
     """How long it takes, in any unit: the longest of what is ready goes first."""
     deadline: float = float("inf")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from shardesd.engine import Device, Engine, Outcome, Task
+import pytest
+
+from shardesd.engine import Device, Engine, Outcome, Task, queue
+from shardesd.engine.ready import share
 
 GPU = Device("cuda:0", slots=1, budget=100)
 
@@ -42,6 +44,13 @@ def test_memory_of_the_device_bounds_a_batch() -> None:
     assert max(len(batch) for batch in batches) == 3
 
 
+def test_memory_that_a_group_shares_counts_once() -> None:
+    gate = threading.Event()
+    work = tasks(20, gate, group="n", most=20, device_bytes=10, shared_bytes=45)
+    _, batches = run(Engine((GPU,), budget=100), work, gate)
+    assert max(len(batch) for batch in batches) == 5
+
+
 def test_groups_are_not_mixed() -> None:
     gate = threading.Event()
     work = tasks(10, gate, group="a", most=99) + [
@@ -64,6 +73,39 @@ def test_gpus_share_what_is_ready() -> None:
     _, batches = run(Engine(two, budget=100), tasks(40, gate, group="n", most=64), gate)
     assert max(len(batch) for batch in batches) < 40
     assert min(len(batch) for batch in batches[:-1]) >= 16, "a few take nearly as long as many"
+
+
+@pytest.mark.parametrize(
+    ("left", "here", "others", "taken"),
+    [(40, 0, [0], 16), (16, 16, [32], 16), (16, 32, [16], 4), (10, 0, [0], 5), (10, 0, [], 10), (3, 8, [0], 4)],
+)
+def test_each_gpu_has_as_many_in_work(left: int, here: int, others: list[int], taken: int) -> None:
+    """Though never so few that they take as long as many."""
+    assert share(left, 16, here, others) == taken
+
+
+def test_one_slot_gathers_a_group_and_the_others_leave_it_to_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_GATHER", 20.0)
+    solved = threading.Event()
+    batches: list[list[object]] = []
+
+    def slowly() -> Iterator[Task]:
+        yield from (Task(key=f"a{i}", run=fail, group="a", most=5) for i in range(2))
+        yield from (Task(key=f"b{i}", run=fail, group="b", most=3) for i in range(3))
+        assert solved.wait(10), "b waited for a"
+        yield from (Task(key=f"a{i}", run=fail, group="a", most=5) for i in range(2, 5))
+        time.sleep(0.1)
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        batches.append(sorted(str(task.key) for task in batch))
+        solved.set()
+        return together(batch, device)
+
+    started = time.monotonic()
+    found = list(Engine((Device("cuda:0", slots=3),), budget=100).map(slowly(), run_many=run_many))
+    assert len(found) == 8
+    assert batches == [["b0", "b1", "b2"], ["a0", "a1", "a2", "a3", "a4"]]
+    assert time.monotonic() - started < 15, "it waited after enough were there"
 
 
 def test_slots_of_one_gpu_do_not_divide_a_group() -> None:
@@ -122,24 +164,6 @@ def test_a_group_does_not_wait_for_what_is_not_about_to_come() -> None:
         found[outcome.key] = outcome
         came.set()
     assert sorted(found) == [0, 1, 2]
-
-
-def test_threads_take_turns_quickly_only_while_gpus_are_fed() -> None:
-    before = sys.getswitchinterval()
-    during: dict[str, float] = {}
-
-    def look(device: str) -> None:
-        during[device] = sys.getswitchinterval()
-
-    for device in (GPU, Device("cpu")):
-        engine = Engine((device,), budget=100)
-        open_still = engine.map(iter([Task(key=0, run=look), Task(key=1, run=look)]))
-        next(open_still)
-        list(engine.map(iter([Task(key=0, run=look)])))
-        open_still.close()
-        assert sys.getswitchinterval() == before
-    assert during["cuda:0"] < 1e-3
-    assert during["cpu"] == before
 
 
 def fail(device: str) -> None:

@@ -1,0 +1,31 @@
+"""Tasks on a device: an outcome of each, whatever is raised."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shardesd.engine.work import Outcome, Task
+
+T = TypeVar("T")
+K = TypeVar("K")
+
+RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
+"""Solves several together."""
+
+
+def attempt(tasks: Sequence[Task[K, T]], device: str, run_many: RunMany[K, T] | None) -> Sequence[Outcome[K, T]]:
+    """Several by `run_many`, which must be there then; what it raises, each of them has raised."""
+    if len(tasks) > 1 and run_many is not None:
+        try:
+            return run_many(tasks, device)
+        except Exception as error:
+            return [Outcome(key=task.key, error=error, device=device) for task in tasks]
+    (task,) = tasks
+    started = time.perf_counter()
+    try:
+        value = task.run(device)
+    except Exception as error:
+        return [Outcome(key=task.key, error=error, device=device, seconds=time.perf_counter() - started)]
+    return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]
