@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -116,7 +116,7 @@ class Solver:
             else:
                 found[at] = one
         if left:
-            opened = [partial(self._matrices, *pairs[at], device, contents) for at in left]
+            opened = [self._opened(*pairs[at], device, contents) for at in left]
             n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
             done = spectra.compute_many(opened, n=n, device=device, **self._how())
             solved = {at: given for at, given in zip(left, done, strict=True) if not isinstance(given, Exception)}
@@ -159,6 +159,15 @@ class Solver:
         grams = device != "cpu" and self.options.solver != "svd"
         by_card = grams and self._plain(item) and not isinstance(shard, RangedShard)
         return (None, counter) if by_card else (counter, None)
+
+    def _opened(self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]) -> spectra.Open:
+        """What opens a matrix; as much as can be done before its turn comes is done at once."""
+        by_host, by_card = self._counters(item, shard, device)
+        if by_host is None and self.by_blocks(item, shard, device):
+            matrix: Matrix = ShardMatrix(shard, item.tensor)
+            opened = nullcontext([by_card.tallied(matrix, item.tensor) if by_card else matrix])
+            return lambda: opened
+        return partial(self._matrices, item, shard, device, contents)
 
     @contextmanager
     def _matrices(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,39 +14,60 @@ import torch
 from shardesd import scanner, spectra
 from shardesd.engine import Device
 from shardesd.records import Matrix, Spectrum
-from shardesd.spectra import eigen, upload
+from shardesd.spectra import eigen, staging, upload
 
 
-class Staging(upload.Staging):
-    """Buffers of plain memory, whose bytes are copied as they are sent."""
+class Buffer(staging.Buffer):
+    """Of plain memory, whose bytes are copied as they are sent."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(upload.UPLOAD_BYTES, dtype=torch.uint8) for _ in range(upload._BUFFERS)]
-        self._sent = [None] * upload._BUFFERS
+        self.here = torch.empty(staging.UPLOAD_BYTES, dtype=torch.uint8)
+        self.sent: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        pass
+
+
+class Staging(staging.Staging):
+    """Such buffers. Whoever looks too late at what one held finds NaN."""
+
+    def __init__(self) -> None:
+        self._free, self._left, self._lock = SimpleQueue(), staging.BUFFERS, threading.Lock()
         self.sent = 0
 
-    def send(self, stored: torch.Tensor, number: int | None, device: torch.device) -> torch.Tensor:
+    def _new(self) -> staging.Buffer:
+        return Buffer()
+
+    def send(self, stored: torch.Tensor, buffer: staging.Buffer | None) -> torch.Tensor:
         self.sent += stored.numel()
         copy = stored.clone()
-        if number is not None:
-            self._buffers[number].fill_(255)  # whoever still looks at it finds NaN
+        if buffer is not None:
+            assert isinstance(buffer, Buffer)
+            buffer.here.fill_(255)
+            buffer.sent = copy
         return copy
+
+    def worked(self, buffer: staging.Buffer) -> None:
+        assert isinstance(buffer, Buffer)
+        assert buffer.sent is not None
+        buffer.sent.fill_(255)
 
 
 def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Staging:
     """Has `spectra.compute_many` take the CPU for a GPU that is sent `upload_bytes` at a time."""
-    monkeypatch.setattr(upload, "UPLOAD_BYTES", upload_bytes)
+    for module in (upload, staging):
+        monkeypatch.setattr(module, "UPLOAD_BYTES", upload_bytes)
     monkeypatch.setattr(upload, "PACKED_BYTES", upload_bytes // 4)
-    staging = Staging()
-    monkeypatch.setattr(upload, "_staging", lambda: staging)
+    buffers = Staging()
+    monkeypatch.setattr(upload, "staging_of", lambda device: buffers)
     monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
     monkeypatch.setattr(eigen, "_cusolver_takes", lambda n, batch: False)
-    return staging
+    return buffers
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Staging:
     """Has scans find one GPU, cuda:0."""
-    staging = staged(monkeypatch, upload_bytes)
+    buffers = staged(monkeypatch, upload_bytes)
     compute_many = spectra.compute_many
 
     def many(
@@ -72,4 +95,4 @@ def pretend(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Sta
     monkeypatch.setattr(spectra, "compute", one)
     monkeypatch.setattr(spectra, "prepare_worker", lambda device, threads: None)
     monkeypatch.setattr(scanner, "discover", lambda choice, fraction: (Device("cuda:0", slots=1),))
-    return staging
+    return buffers

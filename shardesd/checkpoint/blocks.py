@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -42,7 +43,7 @@ class ShardMatrix:
                 out[row : row + step] = stored.block(1, start, stop, dtype)
         return out
 
-    @property
+    @cached_property
     def is_stretch(self) -> bool:
         """See `records.Matrix`."""
         return self._shard.delta(self._tensor) == ""

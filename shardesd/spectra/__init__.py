@@ -4,11 +4,21 @@ from shardesd.spectra.eigen import batch_size, missing_batched, slots, why_not_b
 from shardesd.spectra.fortran import blas_threads
 from shardesd.spectra.gram import count_bytes, count_cuda
 from shardesd.spectra.policy import Precision, choose_precision, trouble
-from shardesd.spectra.solve import compute, compute_many, compute_product, device_bytes, drowned, work_bytes
+from shardesd.spectra.solve import (
+    compute,
+    compute_many,
+    compute_product,
+    device_bytes,
+    drowned,
+    passing_bytes,
+    work_bytes,
+)
 from shardesd.spectra.tally import Part, Tallied
+from shardesd.spectra.upload import Open
 from shardesd.spectra.worker import prepare_worker
 
 __all__ = [
+    "Open",
     "Part",
     "Precision",
     "Tallied",
@@ -23,6 +33,7 @@ __all__ = [
     "device_bytes",
     "drowned",
     "missing_batched",
+    "passing_bytes",
     "prepare_worker",
     "slots",
     "trouble",

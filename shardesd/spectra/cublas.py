@@ -48,6 +48,22 @@ def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     _check(status, "Dsyrk")
 
 
+def multiply_each(W_BMN: torch.Tensor, grams_Bnn: torch.Tensor) -> None:
+    """The Gram of each matrix: WᵀW where N ≤ M, else WWᵀ. All are contiguous."""
+    import torch
+
+    B, M, N = W_BMN.shape
+    n = min(M, N)
+    operations, K = ((_AS_IT_IS, _TRANSPOSED), M) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N)
+    W, step = W_BMN.data_ptr(), M * N
+    with torch.cuda.device(W_BMN.device):
+        status = _library().cublasDgemmStridedBatched(
+            *(_handle(), *operations, n, n, K, _AT_ONE, W, N, step, W, N, step),
+            *(_AT_ZERO, grams_Bnn.data_ptr(), n, n * n, B),
+        )
+    _check(status, "DgemmStridedBatched")
+
+
 def batched(columns: int, batch: int) -> Callable[[int, int, int, int, int], None]:
     """``multiply(A, W, Z, n, rows)``: Z = A·W of every matrix of a batch, for the current device and stream.
 

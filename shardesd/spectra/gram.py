@@ -16,8 +16,9 @@ import numpy as np
 from shardesd.records import Matrix
 from shardesd.spectra import cublas
 from shardesd.spectra.blas import syrk
+from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallied, Tallies
-from shardesd.spectra.upload import UPLOAD_BYTES, Failed, Member, Open, Sent, aligned, spans, uploads
+from shardesd.spectra.upload import Failed, Member, Open, Sent, aligned, spans, uploads
 
 if TYPE_CHECKING:
     import torch
@@ -119,27 +120,34 @@ class _Sum:
         self._total = gram if exact else torch.empty(gram.shape, dtype=torch.float64, device=gram.device)
         self._total.zero_()
         self._rows = 0
-        self._wide: list[torch.Tensor] = []
-        """Blocks of a matrix of more columns than rows, all of which are needed at once."""
+        self._whole: torch.Tensor | None = None
+        """A matrix of more columns than rows, of which all blocks are needed at once."""
 
     def add(self, block: torch.Tensor) -> bool:
         """The next rows, as they are stored; True when they were the last."""
-        import torch
 
         M, N = self._matrix.shape
+        first = self._rows
         self._rows += block.shape[0]
         if N <= M:
             self._add(block)
         else:
-            self._wide.append(block)
+            W_MN = self._whole = block if block.shape[0] == M else self._gathered(block, first)
             if self._rows == M:
-                W_MN = torch.cat(self._wide)
-                self._wide.clear()
                 for start, stop in spans(N, M * self._gram.element_size(), 8 * BLOCK_BYTES):
                     self._add(W_MN[:, start:stop].mT)
+                self._whole = None
         if self._rows == M and self._total is not self._gram:
             self._gram.copy_(self._total)
         return self._rows == M
+
+    def _gathered(self, block: torch.Tensor, first: int) -> torch.Tensor:
+        import torch
+
+        if self._whole is None:
+            self._whole = torch.empty(self._matrix.shape, dtype=block.dtype, device=block.device)
+        self._whole[first : first + block.shape[0]] = block
+        return self._whole
 
     def _add(self, block: torch.Tensor) -> None:
         wide = block.to(self._gram.dtype)
@@ -172,19 +180,26 @@ def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
         first, count = run[0], len(run)
         M, N = first.matrix.shape
         step = _step(first)
-        flat = sent.stored[first.begin : first.begin + (count - 1) * step + M * N * first.dtype.itemsize]
-        given = torch.as_strided(flat.view(first.dtype), (count, M, N), (step // first.dtype.itemsize, N, 1))
+        itemsize = first.dtype.itemsize
+        typed = sent.stored.view(first.dtype)
+        start = typed.storage_offset() + first.begin // itemsize
+        given = typed.as_strided((count, M, N), (step // itemsize, N, 1), start)
         wide = given.to(grams.dtype)
-        tallies.add([member.matrix for member in run], given, wide if grams.dtype == torch.float64 else None)
-        short = wide if M < N else wide.mT
-        torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
+        exact = grams.dtype == torch.float64
+        tallies.add([member.matrix for member in run], given, wide if exact else None)
+        into = grams[first.at : first.at + count]
+        if exact and grams.is_cuda and cublas.available():
+            cublas.multiply_each(wide, into)
+        else:
+            short = wide if M < N else wide.mT
+            torch.bmm(short, short.mT, out=into)
 
 
 def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
     """Runs of consecutive numbers of one dtype and shape, at equal distances."""
     run: list[Member] = []
     for member in members:
-        if run and _kind(member) != _kind(run[-1], after=1):
+        if run and not _follows(run[-1], member):
             yield run
             run = []
         run.append(member)
@@ -192,9 +207,14 @@ def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:
         yield run
 
 
-def _kind(member: Member, after: int = 0) -> tuple[object, ...]:
-    """What the members `after` this one have, if they stand in one run with it."""
-    return member.at + after, member.begin + after * _step(member), member.dtype, member.matrix.shape
+def _follows(one: Member, other: Member) -> bool:
+    """Whether it is of one kind with the one before it, and right behind it."""
+    return (
+        other.at == one.at + 1
+        and other.matrix.shape == one.matrix.shape
+        and other.dtype is one.dtype
+        and other.begin == one.begin + _step(one)
+    )
 
 
 def _step(member: Member) -> int:

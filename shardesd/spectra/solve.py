@@ -17,12 +17,13 @@ import numpy as np
 
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Routine, Spectrum
+from shardesd.spectra.eigen import batch_size, eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
-from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
+from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallies
-from shardesd.spectra.upload import UPLOAD_BYTES, Open
+from shardesd.spectra.upload import Open
 from shardesd.spectra.worker import loaded_torch
 
 if TYPE_CHECKING:
@@ -167,11 +168,19 @@ def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto")
 
 @lru_cache(maxsize=1024)
 def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
-    """Memory of a GPU that one M × N matrix takes there at its peak."""
+    """Memory of a GPU that one M × N matrix takes there at its peak, besides `passing_bytes`."""
     if solver == "svd":
         return 3 * M * N * 8
-    stored = M * N * itemsize if M < N else min(UPLOAD_BYTES, M * N * itemsize)
-    return eigen_bytes(min(M, N)) + stored + 3 * min(4 * UPLOAD_BYTES, 8 * M * N)
+    return eigen_bytes(min(M, N)) + (M * N * itemsize if M < N else 0)
+
+
+@lru_cache(maxsize=1024)
+def passing_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
+    """Memory of a GPU for the elements on their way to the Gram, as stored and widened, of all solved together."""
+    if solver == "svd":
+        return 0
+    each = min(UPLOAD_BYTES, batch_size(min(M, N)) * M * N * itemsize)
+    return 2 * each + 3 * 4 * each
 
 
 def _one(

@@ -13,18 +13,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardesd.records import Matrix
+from shardesd.spectra.staging import PATIENCE, UPLOAD_BYTES, Buffer, Staging, staging_of
 
 if TYPE_CHECKING:
     import torch
 
-UPLOAD_BYTES = 1 << 25
-"""Of stored elements, sent to a GPU at once. Each time costs some forty turns of the interpreter's lock, but pinned
-memory costs half a second a gigabyte once in a process (docs/performance.md)."""
-
 PACKED_BYTES = 8_000_000
 """The largest matrix that travels together with others."""
 
-_BUFFERS = 2
+_AHEAD = 2
+"""Buffers that a thread has read into and not sent: one is read into while another's bytes travel."""
 
 Open = Callable[[], AbstractContextManager[Sequence[Matrix]]]
 """Gives one matrix, which is read within the context."""
@@ -46,7 +44,7 @@ class Sent(NamedTuple):
     """What has been sent at once."""
 
     stored: torch.Tensor
-    """On the device, flat, bytes."""
+    """On the device, flat, bytes: until the next is asked for."""
     members: Sequence[Member]
     packed: bool
     """Several whole matrices; else rows of one, which come in order."""
@@ -69,8 +67,8 @@ class _Loaded(NamedTuple):
 
     stored: torch.Tensor
     pinned: bool
-    """Whether that lies in a buffer."""
-    buffer: int | None
+    """Whether that lies in `buffer`."""
+    buffer: Buffer | None
     """Which one can be read into again once it is sent, whether it lies there or not: or all would be read ahead."""
     members: Sequence[Member]
     packed: bool
@@ -80,44 +78,9 @@ class _Stopped(BaseException):
     """Nobody wants what comes next."""
 
 
-class Staging:
-    """The pinned buffers of one thread: one is read into while another's bytes travel to the device."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self._buffers = [torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(_BUFFERS)]
-        self._sent: list[torch.cuda.Event | None] = [None] * _BUFFERS
-
-    def buffer(self, number: int) -> torch.Tensor:
-        """One that may be read into: waits until what it held has arrived."""
-        sent = self._sent[number]
-        if sent is not None:
-            sent.synchronize()
-        return self._buffers[number]
-
-    def send(self, stored: torch.Tensor, number: int | None, device: torch.device) -> torch.Tensor:
-        """A copy on the device of what lies in a buffer, or, without a number, elsewhere."""
-        import torch
-
-        on_device = stored.to(device, non_blocking=number is not None)
-        if number is not None:
-            event = self._sent[number]  # used again: to make one takes the driver long
-            if event is None or event.device != on_device.device:
-                event = self._sent[number] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-        return on_device
-
-
-_local = threading.local()
-
-
-def _staging() -> Staging:
-    """This thread's."""
-    if not hasattr(_local, "staging"):
-        _local.staging = Staging()
-    staging: Staging = _local.staging
-    return staging
+_turns: dict[torch.device, threading.Lock] = {}
+"""Of the threads that feed a GPU, one at a time reads what only has to be copied from files: several would all take
+longer, and the GPU would have nothing to do until all of them were through, and then the work of all."""
 
 
 def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Generator[Sent | Failed, None, None]:
@@ -128,8 +91,8 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     """
     import torch
 
-    staging = _staging()
-    reading = _Reading(staging, opened, pack)
+    staging = staging_of(device)
+    reading = _Reading(staging, opened, pack, _turns.setdefault(device, threading.Lock()))
     name = f"{threading.current_thread().name}-reader"
     thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
     items: Iterator[_Loaded | Failed | BaseException]
@@ -141,10 +104,17 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     try:
         for item in items:
             if isinstance(item, _Loaded):
-                stored = staging.send(item.stored, item.buffer if item.pinned else None, device)
+                buffer = item.buffer if item.pinned else None
+                stored = staging.send(item.stored, buffer)
                 if item.buffer is not None:
-                    reading.free.put(item.buffer)
-                yield Sent(stored, item.members, item.packed)
+                    reading.more()
+                try:
+                    yield Sent(stored, item.members, item.packed)
+                finally:
+                    if buffer is not None:
+                        staging.worked(buffer)
+                    if item.buffer is not None:
+                        reading.give(item.buffer)
             elif isinstance(item, Failed):
                 yield item
             else:
@@ -153,20 +123,31 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
         reading.stop()
         if thread.ident is not None:
             thread.join()
+        reading.close()
 
 
 class _Reading:
     """What the reading thread does."""
 
-    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool) -> None:
-        self._staging, self._opened, self._pack = staging, opened, pack
-        self.free: SimpleQueue[int | None] = SimpleQueue()
-        """Buffers that may be asked for."""
+    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, turn: threading.Lock) -> None:
+        self._staging, self._opened, self._pack, self._turn = staging, opened, pack, turn
+        self._allowed: SimpleQueue[bool] = SimpleQueue()
+        """True for each buffer that may be taken."""
         self.done: SimpleQueue[_Loaded | Failed | BaseException | None] = SimpleQueue()
         """What has been read, then None."""
-        self._stopped = False
-        for number in range(_BUFFERS):
-            self.free.put(number)
+        self._held: set[Buffer] = set()
+        self._stopped = self._has_turn = False
+        for _ in range(_AHEAD):
+            self.more()
+
+    def more(self) -> None:
+        """One more buffer may be taken, since what one held has been sent."""
+        self._allowed.put(True)
+
+    def give(self, buffer: Buffer) -> None:
+        """One is of no more use here."""
+        self._held.discard(buffer)
+        self._staging.give(buffer)
 
     def run(self, device: torch.device, threads: int) -> None:
         import torch
@@ -187,23 +168,47 @@ class _Reading:
     def stop(self) -> None:
         """Has it end soon, if it hasn't."""
         self._stopped = True
-        self.free.put(None)
+        self._allowed.put(False)
+
+    def close(self) -> None:
+        """Gives back what was read and not sent."""
+        for buffer in list(self._held):
+            self.give(buffer)
 
     def items(self) -> Iterator[_Loaded | Failed]:
         """Reads one after the other."""
+        try:
+            yield from self._items()
+        finally:
+            self._in_turn(False)
+
+    def _in_turn(self, needed: bool, *, wait: bool = True) -> None:
+        """Has this thread's turn come where it is needed, and gives it to another where it isn't any more.
+
+        Whoever has a buffer in hand must not wait: it may be the one that the thread whose turn it is waits for.
+        """
+        if needed and not self._has_turn:
+            self._has_turn = self._turn.acquire(timeout=PATIENCE if wait else 0)
+        elif self._has_turn and not needed:
+            self._turn.release()
+            self._has_turn = False
+
+    def _items(self) -> Iterator[_Loaded | Failed]:
         pack: _Pack | None = None
         for at, open_ in enumerate(self._opened):
             try:
                 with open_() as (matrix,):
-                    small = self._pack and nbytes(matrix) <= PACKED_BYTES
-                    if pack is not None and not (small and pack.has_room(matrix)):
+                    size = nbytes(matrix)
+                    small = self._pack and size <= PACKED_BYTES
+                    if pack is not None and not (small and pack.has_room(size)):
                         yield from pack.all()
                         pack = None
+                    self._in_turn(matrix.is_stretch, wait=pack is None)
                     if not small:
                         yield from self._blocks(at, matrix)
                     else:
-                        pack = pack or _Pack(*self._buffer())
-                        pack.add(at, matrix)
+                        pack = pack or _Pack(self._buffer())
+                        pack.add(at, matrix, size)
             except Exception as error:
                 yield Failed(at, error)
         if pack is not None:
@@ -212,58 +217,64 @@ class _Reading:
     def _blocks(self, at: int, matrix: Matrix) -> Iterator[_Loaded]:
         M, N = matrix.shape
         for start, stop in spans(M, N * matrix.itemsize, UPLOAD_BYTES):
-            number, buffer = self._buffer()
-            with self._back_if_raised(number):
-                rows = matrix.rows(start, stop, buffer.numpy())
+            buffer = self._buffer()
+            with self._back_if_raised(buffer):
+                rows = matrix.rows(start, stop, buffer.here.numpy())
             # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
             for first, last in spans(stop - start, N * rows.element_size(), UPLOAD_BYTES):
                 if first:
-                    number, buffer = self._buffer()
+                    buffer = self._buffer()
                 member = Member(at, matrix, 0, rows.dtype, last - first)
-                with self._back_if_raised(number):
-                    pinned = _in(buffer, rows[first:last])
+                with self._back_if_raised(buffer):
+                    pinned = _in(buffer.here, rows[first:last])
                     stored = _bytes(rows[first:last].clone()) if pinned is None else pinned  # one row is too long
-                yield _Loaded(stored, pinned is not None, number, [member], packed=False)
+                yield _Loaded(stored, pinned is not None, buffer, [member], packed=False)
 
-    def _buffer(self) -> tuple[int, torch.Tensor]:
-        number = self.free.get()
-        if number is None or self._stopped:
+    def _buffer(self) -> Buffer:
+        if not self._allowed.get() or self._stopped:
             raise _Stopped
-        with self._back_if_raised(number):
-            return number, self._staging.buffer(number)
+        try:
+            buffer = self._staging.take()
+        except BaseException:
+            self.more()
+            raise
+        self._held.add(buffer)
+        return buffer
 
     @contextmanager
-    def _back_if_raised(self, number: int) -> Iterator[None]:
-        """A buffer that was asked for and will not be sent can be asked for again."""
+    def _back_if_raised(self, buffer: Buffer) -> Iterator[None]:
+        """What will not be sent can be taken again."""
         try:
             yield
         except BaseException:
-            self.free.put(number)
+            self.give(buffer)
+            self.more()
             raise
 
 
 class _Pack:
     """Whole matrices, one behind the other in one buffer; those that lie so in their file are read at once."""
 
-    def __init__(self, number: int, buffer: torch.Tensor) -> None:
-        self._number, self._buffer = number, buffer
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
         self._members: list[Member] = []
         self._others: list[_Loaded | Failed] = []
         self._end = 0
         self._awaited: list[tuple[int, Matrix, int]] = []
         """Number, matrix and first byte of those that are not yet read: one, or stretches that follow each other."""
+        self._gapless = True
+        """Whether the last one's end is where the next one begins."""
 
-    def has_room(self, matrix: Matrix) -> bool:
-        return self._end + nbytes(matrix) <= UPLOAD_BYTES
+    def has_room(self, size: int) -> bool:
+        return self._end + size <= UPLOAD_BYTES
 
-    def add(self, at: int, matrix: Matrix) -> None:
-        """Reads it, now or, of a stretch, before `all` gives it."""
-        if self._awaited:
-            _, last, begin = self._awaited[-1]
-            if begin + nbytes(last) != self._end or not last.precedes(matrix):
-                self._read()
+    def add(self, at: int, matrix: Matrix, size: int) -> None:
+        """Reads it, of `size` bytes, now or, of a stretch, before `all` gives it."""
+        if self._awaited and not (self._gapless and self._awaited[-1][1].precedes(matrix)):
+            self._read()
         self._awaited.append((at, matrix, self._end))
-        self._end += aligned(nbytes(matrix))
+        self._end += aligned(size)
+        self._gapless = aligned(size) == size
         if not matrix.is_stretch:
             self._read()
 
@@ -272,7 +283,7 @@ class _Pack:
         self._read()
         yield from self._others
         end = self._end if self._members else 0
-        yield _Loaded(self._buffer[:end], True, self._number, self._members, packed=True)
+        yield _Loaded(self._buffer.here[:end], True, self._buffer, self._members, packed=True)
 
     def _read(self) -> None:
         awaited, self._awaited = self._awaited, []
@@ -281,7 +292,7 @@ class _Pack:
         (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
         try:
             matrix = first.through(last) if len(awaited) > 1 else first
-            place = self._buffer[begin : begin + nbytes(matrix)]
+            place = self._buffer.here[begin : begin + nbytes(matrix)]
             rows = matrix.rows(0, matrix.shape[0], place.numpy())
         except Exception as error:
             self._others += [Failed(at, error) for at, _, _ in awaited]

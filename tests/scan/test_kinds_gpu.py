@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from test_scan_adapters import lora
 
 import shardesd
-from shardesd.spectra import upload
+from shardesd.spectra import staging, upload
 
 H = 32
 SHAPES = {"self_attn.q_proj": (H, H), "self_attn.o_proj": (H, H), "mlp.up_proj": (48, H), "mlp.down_proj": (H, 48)}
@@ -126,7 +127,9 @@ def test_a_gpu_is_sent_what_a_cpu_sees(
 def test_on_a_gpu(case: tuple[dict[str, Any], shardesd.Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """With buffers as small, through pinned memory."""
     how, expected = case
-    monkeypatch.setattr(upload, "UPLOAD_BYTES", 1 << 14)
+    for module in (upload, staging):
+        monkeypatch.setattr(module, "UPLOAD_BYTES", 1 << 14)
+    monkeypatch.setattr(staging, "_stagings", WeakValueDictionary())
     monkeypatch.setattr(upload, "PACKED_BYTES", 1 << 12)
     found = shardesd.scan(**how, device="cuda:0")
     assert_same(found, expected)

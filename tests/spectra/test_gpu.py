@@ -17,7 +17,7 @@ import shardesd
 from shardesd import spectra
 from shardesd.checkpoint import StoredMatrix
 from shardesd.engine import Device, Engine, Task
-from shardesd.spectra import cublas, cusolver, eigen, two_stage
+from shardesd.spectra import cublas, cusolver, driver, eigen, staging, two_stage
 
 pytestmark = pytest.mark.gpu
 
@@ -243,6 +243,45 @@ def test_products_of_a_batch_are_torch_s() -> None:
         at = [A_BNN[0, s, s].data_ptr(), W_BNc[0, s].data_ptr(), Z_BNc[0, s].data_ptr()]
         multiply(*at, N, N - s)
         torch.testing.assert_close(Z_BNc[:, s:], A_BNN[:, s:, s:] @ W_BNc[:, s:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(3, 40, 40), (5, 96, 250), (2, 300, 33), (1, 1, 7), (4, 768, 2048)])
+def test_grams_of_several_at_once(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    W_BMN = torch.randn(*shape, dtype=torch.float64, device="cuda", generator=generator)
+    right = W_BMN.mT @ W_BMN if shape[2] <= shape[1] else W_BMN @ W_BMN.mT
+    grams = torch.full((shape[0] + 2, *right.shape[1:]), 7.0, dtype=torch.float64, device="cuda")
+    cublas.multiply_each(W_BMN, grams[1:-1])
+    torch.testing.assert_close(grams[1:-1], right, rtol=0, atol=1e-11)
+    assert (grams[0] == 7).all()
+    assert (grams[-1] == 7).all()
+
+
+@pytest.mark.parametrize("by", ["driver", "torch"])
+def test_bytes_arrive_in_order_and_are_not_overtaken(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each buffer is used again and again while what came before is still worked on."""
+    if by == "torch":
+        monkeypatch.setattr(driver, "library", lambda: None)
+    device = torch.device("cuda", torch.cuda.current_device())
+    shared = staging.Staging(device)
+    sums = []
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for number in range(60):
+            buffer = shared.take()
+            buffer.here.fill_(number)
+            there = shared.send(buffer.here[: staging.UPLOAD_BYTES - number], buffer)
+            torch.cuda._sleep(3_000_000)  # work that takes longer than the next copies
+            sums.append(there.sum(dtype=torch.int64))
+            shared.worked(buffer)
+            shared.give(buffer)
+    torch.cuda.synchronize()
+    assert [int(one) for one in sums] == [number * (staging.UPLOAD_BYTES - number) for number in range(60)]
+
+
+def test_a_call_that_the_driver_refuses_is_told_in_its_words() -> None:
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE: a call of CUDA's driver failed") as told:
+        driver.check(driver.library().cuMemcpyHtoDAsync_v2(0, 0, 64, None))
+    assert spectra.trouble(told.value) == "task"
 
 
 def test_a_refused_product_is_told_in_torch_s_words() -> None:

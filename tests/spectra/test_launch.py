@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardesd.spectra.two_stage import launch
+from shardesd.spectra import driver
 from shardesd.spectra.two_stage.launch import Launcher
 
 
@@ -69,6 +69,6 @@ def test_pointers_integers_and_doubles() -> None:
 
 
 def test_a_refused_launch_names_the_kernel_and_the_driver_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_error_name", lambda status: f"CUDA_ERROR_{status}")
+    monkeypatch.setattr(driver, "_name", lambda status: f"CUDA_ERROR_{status}")
     with pytest.raises(RuntimeError, match="CUDA_ERROR_701: kernel chase was not launched"):
         Launcher({"chase": 1}, 0, Driver(701))("chase", (1, 1), (1, 1))

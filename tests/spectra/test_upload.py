@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_on_cpu import Staging, staged
+from gpu_on_cpu import Buffer, Staging, staged
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -21,7 +21,9 @@ from safetensors.numpy import save_file
 from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
 from shardesd.records import Matrix, ShardRef
+from shardesd.spectra import staging as buffers
 from shardesd.spectra import upload
+from shardesd.spectra.staging import BUFFERS
 from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
 
 CPU = torch.device("cpu")
@@ -51,7 +53,7 @@ def numbers(sent: Sent) -> dict[int, np.ndarray]:
     for member in sent.members:
         N = member.matrix.shape[1]
         flat = sent.stored[member.begin : member.begin + member.rows * N * member.dtype.itemsize]
-        found[member.at] = flat.view(member.dtype).view(member.rows, N).to(torch.float64).numpy()
+        found[member.at] = flat.view(member.dtype).view(member.rows, N).to(torch.float64, copy=True).numpy()
     return found
 
 
@@ -226,7 +228,7 @@ def test_no_more_is_read_than_there_are_buffers(staging: Staging, itemsize: int)
     sent = uploads([opened(Noted(np.ones((5000, 10)), "F64"))] * 20, CPU, pack=False)
     next(sent)
     until = time.monotonic() + 20
-    most = (upload._BUFFERS + 1) * itemsize // 8 or 1  # the buffer of what was sent is read into again
+    most = (upload._AHEAD + 1) * itemsize // 8 or 1  # the buffer of what was sent is read into again
     while len(read) < most and time.monotonic() < until:
         time.sleep(0.01)
     time.sleep(0.05)
@@ -254,6 +256,131 @@ def test_an_exception_of_the_one_who_takes_ends_the_thread(staging: Staging) -> 
     with pytest.raises(MemoryError):
         fails()
     assert not [thread for thread in threading.enumerate() if thread.name.endswith("-reader")]
+
+
+def test_threads_share_the_buffers_and_lose_none(staging: Staging) -> None:
+    """Though many stop in the middle, with some read ahead, and reading fails now and then."""
+
+    class Torn(StoredMatrix):
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            if start > 300:
+                raise OSError("torn")
+            return super().rows(start, stop, buffer)
+
+    def feeds(number: int) -> None:
+        for at in range(20):
+            Ws = [(StoredMatrix, Torn)[(at + i) % 5 == 0](RNG.standard_normal((400, 10)), "F64") for i in range(4)]
+            with closing(uploads([opened(W) for W in Ws], CPU, pack=at % 2 == 0)) as sent:
+                for count, one in enumerate(sent):
+                    if isinstance(one, Sent):
+                        numbers(one)
+                    if count == number + at:
+                        break
+
+    threads = [threading.Thread(target=feeds, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    made = BUFFERS - staging._left
+    assert 1 < made == staging._free.qsize()
+
+
+def test_a_thread_that_hangs_keeps_nobody_else(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by the turn that it has nor by the buffers."""
+    for module in (upload, buffers):
+        monkeypatch.setattr(module, "PATIENCE", 0.05)
+    hung, ended = threading.Event(), threading.Event()
+
+    class Hanging(StoredMatrix):
+        is_stretch = True  # type: ignore[assignment]
+
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            hung.set()
+            ended.wait(30)
+            return super().rows(start, stop, buffer)
+
+    W = RNG.standard_normal((400, 10))
+    threads = [threading.Thread(target=takes_all, args=([opened(Hanging(W, "F64"))],)) for _ in range(BUFFERS + 1)]
+    for thread in threads:
+        thread.start()
+        assert hung.wait(10)
+        hung.clear()
+    with closing(uploads([opened(Waiting(W, "F64"))], CPU, pack=False)) as sent:
+        arrived = np.concatenate([block for one in sent for block in numbers(one).values()])
+    assert np.array_equal(arrived, W)
+    ended.set()
+    for thread in threads:
+        thread.join(30)
+
+
+class Waiting(StoredMatrix):
+    is_stretch = True  # type: ignore[assignment]
+
+
+def test_one_buffer_does_where_there_is_memory_for_no_more(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    new = Staging._new
+
+    def scarce(self: Staging) -> buffers.Buffer:
+        made.append(1)
+        if len(made) > 1:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return new(self)
+
+    monkeypatch.setattr(Staging, "_new", scarce)
+    W = RNG.standard_normal((4000, 10))
+    found, failed = all_of([opened(StoredMatrix(W, "F64"))], pack=False)
+    assert not failed
+    assert np.array_equal(found[0], W)
+    assert len(made) > 2
+
+
+def test_without_any_buffer_each_matrix_says_why(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(self: Staging) -> buffers.Buffer:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Staging, "_new", none)
+    found, failed = all_of([opened(StoredMatrix(np.eye(4), "F64"))] * 3)
+    assert not found
+    assert {str(error) for error in failed.values()} == {"CUDA out of memory"}
+    assert sorted(failed) == [0, 1, 2]
+
+
+def test_those_who_read_files_take_turns(staging: Staging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not those who make what they send, from an adapter, say."""
+    save_file({str(i): np.full((700, 10), i, np.float32) for i in range(8)}, tmp_path / "model.safetensors")
+    reading: list[int] = []
+    most: list[int] = []
+    rows = ShardMatrix.rows
+
+    def noted(self: ShardMatrix, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+        reading.append(1)
+        most.append(len(reading))
+        time.sleep(0.01)
+        found = rows(self, start, stop, buffer)
+        reading.pop()
+        return found
+
+    monkeypatch.setattr(ShardMatrix, "rows", noted)
+    for is_stretch in (True, False):
+        monkeypatch.setattr(ShardMatrix, "is_stretch", is_stretch)
+        with open_shard(ShardRef(name="model.safetensors"), tmp_path / "model.safetensors") as shard:
+            ones = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
+            threads = [threading.Thread(target=takes_all, args=(ones[at : at + 2],)) for at in range(0, 8, 2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert (max(most) == 1) == is_stretch
+        most.clear()
+
+
+def takes_all(items: Sequence[Open]) -> None:
+    with closing(uploads(items, CPU, pack=False)) as sent:
+        for one in sent:
+            assert isinstance(one, Sent)
 
 
 def test_what_is_no_exception_of_a_matrix_ends_all(staging: Staging) -> None:
@@ -302,16 +429,14 @@ def test_the_thread_uses_no_more_cores_than_the_one_it_reads_for(staging: Stagin
 
 def test_no_buffer_is_lost_where_waiting_for_one_fails(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     """As CUDA may for one launch; two would be all there are."""
-    waited: list[int] = []
-    buffer = Staging.buffer
+    waited: list[Buffer] = []
 
-    def fails(self: Staging, number: int) -> torch.Tensor:
-        waited.append(number)
+    def fails(self: Buffer) -> None:
+        waited.append(self)
         if len(waited) in (2, 4, 5):
             raise RuntimeError("CUDA error: invalid configuration argument")
-        return buffer(self, number)
 
-    monkeypatch.setattr(Staging, "buffer", fails)
+    monkeypatch.setattr(Buffer, "wait", fails)
     good = RNG.standard_normal((40, 10))
     found, failed = all_of([opened(StoredMatrix(good, "F64")) for _ in range(9)], pack=False)
     assert len(failed) == 3

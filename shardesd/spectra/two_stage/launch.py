@@ -5,8 +5,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
+
+from shardesd.spectra import driver
 
 _CONFIG = struct.Struct("@7I4xPPI4x")  # CUlaunchConfig
 _CLUSTER = struct.Struct("@I4x3I52x")  # CUlaunchAttribute
@@ -20,7 +22,7 @@ class Launcher:
     def __init__(self, kernels: Mapping[str, int], stream: int, call: Any = None) -> None:
         """`kernels`: name → handle; `call`: the driver's `cuLaunchKernelEx`."""
         self._kernels, self._stream = kernels, stream
-        self._call = call or _driver().cuLaunchKernelEx
+        self._call = call or driver.library().cuLaunchKernelEx
         # The driver copies what a launch is given before the call ends, so each launch can use the same memory.
         self._config = ctypes.create_string_buffer(_CONFIG.size)
         self._cluster = ctypes.create_string_buffer(_CLUSTER.size)
@@ -51,25 +53,9 @@ class Launcher:
         if cluster:
             _CLUSTER.pack_into(self._cluster, 0, _CLUSTER_DIMENSION, cluster, 1, 1)
         _eight_bytes(tuple(map(type, args))).pack_into(self._values, 0, *args)
-        status = self._call(config, self._kernels[name], arguments, None)
-        if status:
-            raise RuntimeError(f"{_error_name(status)}: kernel {name} was not launched")
+        driver.check(self._call(config, self._kernels[name], arguments, None), f"kernel {name} was not launched")
 
 
 @lru_cache(maxsize=64)
 def _eight_bytes(kinds: tuple[type, ...]) -> struct.Struct:
     return struct.Struct("@" + "".join("d" if kind is float else "q" for kind in kinds))
-
-
-def _error_name(status: int) -> str:
-    name = ctypes.c_char_p()
-    _driver().cuGetErrorName(status, ctypes.byref(name))
-    return name.value.decode() if name.value else f"CUDA driver error {status}"
-
-
-@cache
-def _driver() -> Any:
-    driver = ctypes.PyDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = (ctypes.c_void_p,) * 4
-    driver.cuGetErrorName.argtypes = (ctypes.c_int, ctypes.c_void_p)
-    return driver

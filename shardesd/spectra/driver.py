@@ -1,0 +1,63 @@
+"""Calls of CUDA's driver that hand a GPU its work, made without giving the interpreter's lock away (`linked`).
+
+Streams and events are torch's, of the current device. Where there is no such driver (another maker's GPU), torch does
+what a call would.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_POINTER, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
+
+
+def send(pinned: torch.Tensor, there: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Copies bytes to the device, in the order of `stream`; both tensors are contiguous."""
+    import torch
+
+    driver = library()
+    if driver is None:
+        with torch.cuda.stream(stream):
+            there.copy_(pinned, non_blocking=True)
+    else:
+        check(driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), pinned.nbytes, stream.cuda_stream))
+
+
+def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    """What `stream` is given from now on waits for what `event` has recorded."""
+    driver = library()
+    if driver is None:
+        stream.wait_event(event)
+    else:
+        check(driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0))
+
+
+def check(status: int, what: str = "a call of CUDA's driver failed") -> None:
+    """Raises RuntimeError where a call didn't succeed, with the driver's own word for why."""
+    if status:
+        raise RuntimeError(f"{_name(status)}: {what}")
+
+
+@cache
+def library() -> Any:
+    """The driver; None where there is none."""
+    try:
+        driver = ctypes.PyDLL("libcuda.so.1")
+    except OSError:
+        return None
+    driver.cuLaunchKernelEx.argtypes = (_POINTER,) * 4
+    driver.cuMemcpyHtoDAsync_v2.argtypes = (_ADDRESS, _POINTER, ctypes.c_size_t, _POINTER)
+    driver.cuStreamWaitEvent.argtypes = (_POINTER, _POINTER, ctypes.c_uint)
+    driver.cuGetErrorName.argtypes = (ctypes.c_int, _POINTER)
+    return driver
+
+
+def _name(status: int) -> str:
+    name = ctypes.c_char_p()
+    library().cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUDA driver error {status}"

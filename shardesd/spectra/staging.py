@@ -1,0 +1,132 @@
+"""Where the bytes of matrices lie on their way to a GPU: in pinned memory, then in as much on the device."""
+
+from __future__ import annotations
+
+import threading
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
+
+from shardesd.spectra import driver
+
+if TYPE_CHECKING:
+    import torch
+
+UPLOAD_BYTES = 1 << 26
+"""Of stored elements, sent to a GPU at once. Each time costs some turns of the interpreter's lock, but pinned memory
+costs half a second a gigabyte once in a process (docs/performance.md)."""
+
+BUFFERS = 4
+"""Of a GPU, for all threads that feed it."""
+
+PATIENCE = 10.0
+"""Seconds for which a thread waits for what others of its GPU have: they may never give it back, where they hang."""
+
+
+class Buffer:
+    """Pinned memory, and as much on a device."""
+
+    def __init__(self, device: torch.device, travel: torch.cuda.Stream) -> None:
+        import torch
+
+        self.here = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
+        self.there = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device=device)
+        self.there.record_stream(travel)  # or what is still on its way could arrive in another's memory
+        self.arrived, self.worked = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        for event in (self.arrived, self.worked):  # after what was done with this memory before
+            event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Until it may be read into, since what it held has arrived."""
+        self.arrived.synchronize()
+
+
+class Staging:
+    """The buffers of one device. What one thread has read travels, on a stream of its own, while others are read into
+    and what has arrived is worked on."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._travel = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._free: SimpleQueue[Buffer] = SimpleQueue()
+        self._left = BUFFERS  # that may still be made: each costs time
+        self._lock = threading.Lock()
+
+    def take(self) -> Buffer:
+        """One that may be read into; waits for it."""
+        try:
+            buffer = self._free.get_nowait()
+        except Empty:
+            with self._lock:
+                make = self._left > 0
+                self._left -= make
+            buffer = self._made() if make else self._awaited()
+        try:
+            buffer.wait()
+        except BaseException:
+            self.give(buffer)
+            raise
+        return buffer
+
+    def _made(self) -> Buffer:
+        try:
+            return self._new()
+        except BaseException as error:
+            with self._lock:
+                self._left += 1
+                alone = self._left == BUFFERS
+            if alone or not isinstance(error, RuntimeError):
+                raise
+            return self._awaited()  # with no memory for one more, those that there are will do
+
+    def _awaited(self) -> Buffer:
+        try:
+            return self._free.get(timeout=PATIENCE)
+        except Empty:
+            return self._new()
+
+    def _new(self) -> Buffer:
+        return Buffer(self._device, self._travel)
+
+    def give(self, buffer: Buffer) -> None:
+        """It may be read into again."""
+        self._free.put(buffer)
+
+    def send(self, stored: torch.Tensor, buffer: Buffer | None) -> torch.Tensor:
+        """A copy on the device of what lies in a buffer, good until `worked`; or, without one, of what lies elsewhere.
+
+        On the current stream of the calling thread, which is the one that works with it.
+        """
+        import torch
+
+        if buffer is None:
+            return stored.to(self._device)
+        there = buffer.there[: stored.numel()]
+        with torch.cuda.device(self._device):
+            driver.wait(self._travel, buffer.worked)
+            driver.send(stored, there, self._travel)
+            buffer.arrived.record(self._travel)
+            driver.wait(torch.cuda.current_stream(), buffer.arrived)
+        return there
+
+    def worked(self, buffer: Buffer) -> None:
+        """All that is to be done with what a buffer's bytes became has been given to the current stream."""
+        import torch
+
+        buffer.worked.record(torch.cuda.current_stream(self._device))
+
+
+_local = threading.local()
+_stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
+"""Of each device, as long as a thread works for it."""
+_first = threading.Lock()
+
+
+def staging_of(device: torch.device) -> Staging:
+    """What all threads that work for a device share."""
+    with _first:
+        staging = _stagings.get(device) or Staging(device)
+        _stagings[device] = _local.staging = staging
+    return staging
