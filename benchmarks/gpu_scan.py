@@ -42,8 +42,10 @@ print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak() - bef
 SHARDESD = (
     HEAD
     + """
+import gc
 import polars, shardesd, shardesd.scanner
 from shardesd import spectra
+gc.freeze()  # as the command does
 if sys.argv[4] == "again": shardesd.scan(folder, device=device, cache=False)
 before, started = peak(), time.perf_counter()
 result = shardesd.scan(folder, device=device, cache=False)
