@@ -318,7 +318,8 @@ class Pipeline:
             run=lambda device: self._solver.solve(item, shard, device),
             host_bytes=host,
             device_bytes=spectra.device_bytes(M, N, 4, solver=options.solver),
-            shared_bytes=spectra.passing_bytes(M, N, 4, solver=options.solver),
+            passing_bytes=spectra.passing_bytes(M, N, solver=options.solver),
+            passing_most=spectra.PASSING_BYTES,
             cost=flops,
             # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
             deadline=120 + flops / 1e9 + item.tensor.nbytes / 1e6,

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from cublas_on_cpu import Library
 
 from shardesd import scanner, spectra
 from shardesd.engine import Device
 from shardesd.records import Matrix, Spectrum
-from shardesd.spectra import eigen, staging, upload
+from shardesd.spectra import cublas, eigen, staging, upload
 
 
 class Buffer(staging.Buffer):
@@ -24,7 +25,16 @@ class Buffer(staging.Buffer):
         self.here = torch.empty(staging.UPLOAD_BYTES, dtype=torch.uint8)
         self.sent: torch.Tensor | None = None
 
+        self.worked = Worked()
+
     def wait(self) -> None:
+        pass
+
+
+class Worked:
+    """In the place of an event."""
+
+    def synchronize(self) -> None:
         pass
 
 
@@ -32,7 +42,8 @@ class Staging(staging.Staging):
     """Such buffers. Whoever looks too late at what one held finds NaN."""
 
     def __init__(self) -> None:
-        self._free, self._left, self._lock = SimpleQueue(), staging.BUFFERS, threading.Lock()
+        self._free, self._lock = SimpleQueue(), threading.Lock()
+        self._left, self._there = staging.BUFFERS, 0
         self.sent = 0
 
     def _new(self) -> staging.Buffer:
@@ -53,12 +64,18 @@ class Staging(staging.Staging):
         buffer.sent.fill_(255)
 
 
-def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Staging:
+def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20, *, by_cublas: bool = True) -> Staging:
     """Has `spectra.compute_many` take the CPU for a GPU that is sent `upload_bytes` at a time."""
     for module in (upload, staging):
         monkeypatch.setattr(module, "UPLOAD_BYTES", upload_bytes)
     monkeypatch.setattr(upload, "PACKED_BYTES", upload_bytes // 4)
     buffers = Staging()
+    if by_cublas:
+        library = Library()
+        monkeypatch.setattr(cublas, "takes", lambda gram: gram.dtype == torch.float64)
+        monkeypatch.setattr(cublas, "_library", lambda: library)
+        monkeypatch.setattr(cublas, "_handle", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(upload, "staging_of", lambda device: buffers)
     monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
     monkeypatch.setattr(eigen, "_cusolver_takes", lambda n, batch: False)

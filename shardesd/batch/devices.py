@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from shardesd import spectra
 from shardesd.engine import (
     Device,
     Engine,
@@ -101,6 +102,7 @@ def _give_back() -> None:
     """Hands what torch keeps for later back to the GPUs: one of them may have been left to others."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
+        spectra.drop_buffers()
         torch.cuda.empty_cache()
 
 

@@ -65,9 +65,9 @@ class Worker(Generic[K, T]):
 
     place: Place[K, T]
     tickets: list[Ticket[K, T]] = field(default_factory=list)
-    members_bytes: int = 0
-    shared_bytes: int = 0
-    """On a GPU: of each task, and once for all of them."""
+    _own_bytes: int = 0
+    _passing_bytes: int = 0
+    _passing_most: int = 0
     host_bytes: int = 0
     """Tasks that are solved together are read one after the other, so the largest of them counts."""
     slots: int = 0
@@ -78,17 +78,25 @@ class Worker(Generic[K, T]):
 
     @property
     def device_bytes(self) -> int:
-        return self.members_bytes + self.shared_bytes
+        """Memory of a GPU that its tasks take."""
+        return self._own_bytes + min(self._passing_bytes, self._passing_most)
+
+    def device_bytes_with(self, task: Task[K, T]) -> int:
+        """The same with one more."""
+        passing = min(self._passing_bytes + task.passing_bytes, max(self._passing_most, task.passing_most))
+        return self._own_bytes + task.device_bytes + passing
 
     def add(self, ticket: Ticket[K, T]) -> None:
+        task = ticket.task
         self.tickets.append(ticket)
-        self.members_bytes += ticket.task.device_bytes
-        self.shared_bytes = max(self.shared_bytes, ticket.task.shared_bytes)
-        self.host_bytes = max(self.host_bytes, ticket.task.host_bytes)
+        self._own_bytes += task.device_bytes
+        self._passing_bytes += task.passing_bytes
+        self._passing_most = max(self._passing_most, task.passing_most)
+        self.host_bytes = max(self.host_bytes, task.host_bytes)
         self.slots = self.place.slots_of(ticket)
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""
         tickets, self.tickets = self.tickets, []
-        self.members_bytes = self.shared_bytes = self.host_bytes = self.slots = 0
+        self._own_bytes = self._passing_bytes = self._passing_most = self.host_bytes = self.slots = 0
         return tickets

@@ -299,6 +299,11 @@ class _Run(Generic[K, T]):
             worker.gathers = None
             if worker.abandoned:
                 return None
+            if self._closed or place.retired:  # meanwhile
+                for ticket in worker.clear():
+                    self._ready.add(ticket)
+                self._changed.notify_all()
+                return None
             self._ready.take_like(
                 worker,
                 share(
@@ -345,7 +350,8 @@ class _Run(Generic[K, T]):
         if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
             return False
         used = place.device_bytes
-        return not used or used + ticket.task.device_bytes + ticket.task.shared_bytes <= place.device.budget
+        needed = ticket.task.device_bytes + min(ticket.task.passing_bytes, ticket.task.passing_most)
+        return not used or used + needed <= place.device.budget
 
     def _host_bytes(self) -> int:
         return sum(place.host_bytes for place in (*self._places, self._aside))

@@ -24,7 +24,7 @@ def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
     slots of one GPU don't divide them, since two small groups at once take longer than one.
     """
     even = -(-(left + here + sum(others)) // (1 + len(others)))
-    return min(most, max(even - here, most // _LEAST_SHARE))
+    return min(most, max(even - here, most // _LEAST_SHARE, 1))
 
 
 class Ready(Generic[K, T]):
@@ -84,7 +84,7 @@ class Ready(Generic[K, T]):
         group = worker.tickets[0].task.group
         kept: list[Ticket[K, T]] = []
         for at, ticket in enumerate(self._tickets):
-            if len(worker.tickets) == most:
+            if len(worker.tickets) >= most:
                 kept += self._tickets[at:]
                 break
             task = ticket.task
@@ -92,7 +92,7 @@ class Ready(Generic[K, T]):
                 task.group == group
                 and not (ticket.alone or ticket.cpu_only)
                 and task.host_bytes <= host_bytes
-                and worker.device_bytes + task.device_bytes <= device_bytes
+                and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
                 self._groups[group] -= 1

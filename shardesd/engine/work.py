@@ -24,8 +24,9 @@ class Task(Generic[K, T]):
     """Host memory that it takes while it runs."""
     device_bytes: int = 0
     """Memory of a GPU that it takes while it runs there."""
-    shared_bytes: int = 0
-    """And what it takes there besides, once for all that are solved together."""
+    passing_bytes: int = 0
+    passing_most: int = 0
+    """And for what is on its way through that memory: of each, but never more than that of all solved together."""
     cost: float = 0.0
     """How long it takes, in any unit: the longest of what is ready goes first."""
     deadline: float = float("inf")

@@ -5,6 +5,7 @@ from shardesd.spectra.fortran import blas_threads
 from shardesd.spectra.gram import count_bytes, count_cuda
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.solve import (
+    PASSING_BYTES,
     compute,
     compute_many,
     compute_product,
@@ -13,11 +14,13 @@ from shardesd.spectra.solve import (
     passing_bytes,
     work_bytes,
 )
+from shardesd.spectra.staging import drop_buffers
 from shardesd.spectra.tally import Part, Tallied
 from shardesd.spectra.upload import Open
 from shardesd.spectra.worker import prepare_worker
 
 __all__ = [
+    "PASSING_BYTES",
     "Open",
     "Part",
     "Precision",
@@ -31,6 +34,7 @@ __all__ = [
     "count_bytes",
     "count_cuda",
     "device_bytes",
+    "drop_buffers",
     "drowned",
     "missing_batched",
     "passing_bytes",

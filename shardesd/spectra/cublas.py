@@ -30,6 +30,13 @@ def available() -> bool:
     return _library() is not None
 
 
+def takes(gram: torch.Tensor) -> bool:
+    """Whether `add_lower` and `multiply_each` can make it."""
+    import torch
+
+    return gram.is_cuda and gram.dtype == torch.float64 and available()
+
+
 def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     """total += blockᵀ·block, the lower triangle. `total` is contiguous."""
     import torch
@@ -49,13 +56,13 @@ def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
 
 
 def multiply_each(W_BMN: torch.Tensor, grams_Bnn: torch.Tensor) -> None:
-    """The Gram of each matrix: WᵀW where N ≤ M, else WWᵀ. All are contiguous."""
+    """The Gram of each matrix: WᵀW where N ≤ M, else WWᵀ. Each is contiguous; there may be room between them."""
     import torch
 
     B, M, N = W_BMN.shape
     n = min(M, N)
     operations, K = ((_AS_IT_IS, _TRANSPOSED), M) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N)
-    W, step = W_BMN.data_ptr(), M * N
+    W, step = W_BMN.data_ptr(), W_BMN.stride(0)
     with torch.cuda.device(W_BMN.device):
         status = _library().cublasDgemmStridedBatched(
             *(_handle(), *operations, n, n, K, _AT_ONE, W, N, step, W, N, step),

@@ -20,12 +20,15 @@ def send(pinned: torch.Tensor, there: torch.Tensor, stream: torch.cuda.Stream) -
     """Copies bytes to the device, in the order of `stream`; both tensors are contiguous."""
     import torch
 
+    if not pinned.nbytes:
+        return
     driver = library()
     if driver is None:
         with torch.cuda.stream(stream):
             there.copy_(pinned, non_blocking=True)
     else:
-        check(driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), pinned.nbytes, stream.cuda_stream))
+        status = driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), pinned.nbytes, stream.cuda_stream)
+        check(status, "a copy to the device", "CUDA error: ")
 
 
 def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
@@ -34,23 +37,29 @@ def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
     if driver is None:
         stream.wait_event(event)
     else:
-        check(driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0))
+        check(driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0), "a wait for an event", "CUDA error: ")
 
 
-def check(status: int, what: str = "a call of CUDA's driver failed") -> None:
-    """Raises RuntimeError where a call didn't succeed, with the driver's own word for why."""
+def check(status: int, what: str, begin: str = "") -> None:
+    """Raises RuntimeError where a call didn't succeed, with the driver's own word for why; `policy` tells by the words
+    what that means."""
     if status:
-        raise RuntimeError(f"{_name(status)}: {what}")
+        raise RuntimeError(f"{begin}{_name(status)}: {what} failed")
 
 
 @cache
 def library() -> Any:
-    """The driver; None where there is none."""
+    """The driver; None where there is none, or torch is made for another maker's."""
+    import torch
+
+    if torch.version.hip:
+        return None
     try:
         driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:
         return None
-    driver.cuLaunchKernelEx.argtypes = (_POINTER,) * 4
+    if hasattr(driver, "cuLaunchKernelEx"):  # not before CUDA 11.8
+        driver.cuLaunchKernelEx.argtypes = (_POINTER,) * 4
     driver.cuMemcpyHtoDAsync_v2.argtypes = (_ADDRESS, _POINTER, ctypes.c_size_t, _POINTER)
     driver.cuStreamWaitEvent.argtypes = (_POINTER, _POINTER, ctypes.c_uint)
     driver.cuGetErrorName.argtypes = (ctypes.c_int, _POINTER)

@@ -188,7 +188,7 @@ def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
         exact = grams.dtype == torch.float64
         tallies.add([member.matrix for member in run], given, wide if exact else None)
         into = grams[first.at : first.at + count]
-        if exact and grams.is_cuda and cublas.available():
+        if cublas.takes(grams):
             cublas.multiply_each(wide, into)
         else:
             short = wide if M < N else wide.mT
@@ -225,7 +225,7 @@ def _step(member: Member) -> int:
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     """total += blockᵀ·block, the lower triangle; what lies above it is undefined."""
-    if total_NN.is_cuda and cublas.available():
+    if cublas.takes(total_NN):
         cublas.add_lower(total_NN, block_KN)
         return
     n = total_NN.shape[0]

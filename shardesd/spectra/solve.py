@@ -17,8 +17,8 @@ import numpy as np
 
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Routine, Spectrum
-from shardesd.spectra.eigen import batch_size, eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
+from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
 from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.staging import UPLOAD_BYTES
@@ -174,13 +174,13 @@ def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     return eigen_bytes(min(M, N)) + (M * N * itemsize if M < N else 0)
 
 
-@lru_cache(maxsize=1024)
-def passing_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
-    """Memory of a GPU for the elements on their way to the Gram, as stored and widened, of all solved together."""
-    if solver == "svd":
-        return 0
-    each = min(UPLOAD_BYTES, batch_size(min(M, N)) * M * N * itemsize)
-    return 2 * each + 3 * 4 * each
+def passing_bytes(M: int, N: int, *, solver: str = "auto") -> int:
+    """Memory of a GPU for the elements of one on their way to the Gram, as stored and in float64."""
+    return 0 if solver == "svd" else M * N * (2 * 4 + 3 * 8)
+
+
+PASSING_BYTES = 2 * UPLOAD_BYTES + 3 * 8 * UPLOAD_BYTES // 2
+"""Of it, the most that all matrices that are solved together take: of an upload's elements, which have 16 bits."""
 
 
 def _one(

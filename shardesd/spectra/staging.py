@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
@@ -49,10 +50,12 @@ class Staging:
         import torch
 
         self._device = device
-        self._travel = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._travel = _travels.get(device) or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        _travels[device] = self._travel
         self._free: SimpleQueue[Buffer] = SimpleQueue()
-        self._left = BUFFERS  # that may still be made: each costs time
         self._lock = threading.Lock()
+        self._left = BUFFERS  # that may still be made: each costs time
+        self._there = 0
 
     def take(self) -> Buffer:
         """One that may be read into; waits for it."""
@@ -72,20 +75,36 @@ class Staging:
 
     def _made(self) -> Buffer:
         try:
-            return self._new()
+            buffer = self._new()
         except BaseException as error:
             with self._lock:
                 self._left += 1
-                alone = self._left == BUFFERS
-            if alone or not isinstance(error, RuntimeError):
+            if not self._there or not isinstance(error, RuntimeError):
                 raise
             return self._awaited()  # with no memory for one more, those that there are will do
+        with self._lock:
+            self._there += 1
+        return buffer
 
     def _awaited(self) -> Buffer:
         try:
             return self._free.get(timeout=PATIENCE)
         except Empty:
-            return self._new()
+            buffer = self._new()
+            with self._lock:
+                self._left, self._there = self._left - 1, self._there + 1
+            return buffer
+
+    def drop(self) -> None:
+        """Lets go of the buffers that nobody uses; made anew when they are needed."""
+        with suppress(Empty):
+            while True:
+                buffer = self._free.get_nowait()
+                with suppress(RuntimeError):  # a device that is lost: then nothing works with it any more
+                    buffer.wait()
+                    buffer.worked.synchronize()
+                with self._lock:
+                    self._left, self._there = self._left + 1, self._there - 1
 
     def _new(self) -> Buffer:
         return Buffer(self._device, self._travel)
@@ -118,6 +137,8 @@ class Staging:
         buffer.worked.record(torch.cuda.current_stream(self._device))
 
 
+_travels: dict[torch.device, torch.cuda.Stream] = {}
+"""torch has few streams, and gives one of them anew to who asks for more."""
 _local = threading.local()
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
 """Of each device, as long as a thread works for it."""
@@ -130,3 +151,9 @@ def staging_of(device: torch.device) -> Staging:
         staging = _stagings.get(device) or Staging(device)
         _stagings[device] = _local.staging = staging
     return staging
+
+
+def drop_buffers() -> None:
+    """Lets go of the GPUs' memory that is kept for uploads, as far as none are under way."""
+    for staging in list(_stagings.values()):
+        staging.drop()

@@ -7,6 +7,7 @@ other.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from queue import SimpleQueue
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 PACKED_BYTES = 8_000_000
 """The largest matrix that travels together with others."""
+
+_LOOK = 0.1
+"""Seconds between two looks at whether what is waited for is still wanted."""
 
 _AHEAD = 2
 """Buffers that a thread has read into and not sent: one is read into while another's bytes travel."""
@@ -92,15 +96,15 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     import torch
 
     staging = staging_of(device)
-    reading = _Reading(staging, opened, pack, _turns.setdefault(device, threading.Lock()))
+    reading = _Reading(staging, opened, pack, device)
     name = f"{threading.current_thread().name}-reader"
-    thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
-    items: Iterator[_Loaded | Failed | BaseException]
+    thread = threading.Thread(target=reading.run, name=name, args=(torch.get_num_threads(),), daemon=True)
+    here = reading.items()
+    items: Iterator[_Loaded | Failed | BaseException] = iter(reading.done.get, None)
     try:
         thread.start()
-        items = iter(reading.done.get, None)
     except RuntimeError:  # the system allows no more threads: what is next is read when what came before has been sent
-        items = reading.items()
+        items = here
     try:
         for item in items:
             if isinstance(item, _Loaded):
@@ -123,14 +127,16 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
         reading.stop()
         if thread.ident is not None:
             thread.join()
+        here.close()
         reading.close()
 
 
 class _Reading:
     """What the reading thread does."""
 
-    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, turn: threading.Lock) -> None:
-        self._staging, self._opened, self._pack, self._turn = staging, opened, pack, turn
+    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, device: torch.device) -> None:
+        self._staging, self._opened, self._pack, self._device = staging, opened, pack, device
+        self._turn = _turns.setdefault(device, threading.Lock())
         self._allowed: SimpleQueue[bool] = SimpleQueue()
         """True for each buffer that may be taken."""
         self.done: SimpleQueue[_Loaded | Failed | BaseException | None] = SimpleQueue()
@@ -149,13 +155,13 @@ class _Reading:
         self._held.discard(buffer)
         self._staging.give(buffer)
 
-    def run(self, device: torch.device, threads: int) -> None:
+    def run(self, threads: int) -> None:
         import torch
 
         try:
             torch.set_num_threads(threads)
-            if device.type == "cuda":  # or to wait for an event would take memory of the first GPU, whose ever that is
-                torch.cuda.set_device(device)
+            if self._device.type == "cuda":  # or to wait for an event would take memory of the first, whose ever it is
+                torch.cuda.set_device(self._device)
             for item in self.items():
                 self.done.put(item)
         except _Stopped:
@@ -175,7 +181,7 @@ class _Reading:
         for buffer in list(self._held):
             self.give(buffer)
 
-    def items(self) -> Iterator[_Loaded | Failed]:
+    def items(self) -> Generator[_Loaded | Failed, None, None]:
         """Reads one after the other."""
         try:
             yield from self._items()
@@ -187,11 +193,18 @@ class _Reading:
 
         Whoever has a buffer in hand must not wait: it may be the one that the thread whose turn it is waits for.
         """
-        if needed and not self._has_turn:
-            self._has_turn = self._turn.acquire(timeout=PATIENCE if wait else 0)
-        elif self._has_turn and not needed:
+        if self._has_turn and not needed:
             self._turn.release()
             self._has_turn = False
+        elif needed and not self._has_turn:
+            self._has_turn = self._turn.acquire(blocking=False)
+            until = time.monotonic() + PATIENCE
+            while wait and not self._has_turn:
+                self._has_turn = self._turn.acquire(timeout=_LOOK)
+                if self._stopped:
+                    raise _Stopped
+                if not self._has_turn and time.monotonic() > until:  # who has it may hang
+                    self._turn = _turns[self._device] = threading.Lock()
 
     def _items(self) -> Iterator[_Loaded | Failed]:
         pack: _Pack | None = None

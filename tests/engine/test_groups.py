@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -46,9 +47,31 @@ def test_memory_of_the_device_bounds_a_batch() -> None:
 
 def test_memory_that_a_group_shares_counts_once() -> None:
     gate = threading.Event()
-    work = tasks(20, gate, group="n", most=20, device_bytes=10, shared_bytes=45)
+    """Of each task, up to a bound for all of them."""
+    work = tasks(20, gate, group="n", most=20, device_bytes=10, passing_bytes=20, passing_most=45)
     _, batches = run(Engine((GPU,), budget=100), work, gate)
     assert max(len(batch) for batch in batches) == 5
+    work = tasks(20, gate, group="n", most=20, device_bytes=10, passing_bytes=20, passing_most=900)
+    _, batches = run(Engine((GPU,), budget=100), work, gate)
+    assert max(len(batch) for batch in batches) == 3
+
+
+def test_a_group_never_takes_more_than_there_is() -> None:
+    """Though the last of it makes more pass through than the first would."""
+    gate = threading.Event()
+    small, large = ({"group": "n", "most": 9, "device_bytes": 10, "passing_most": p} for p in (20, 100))
+    work = [*tasks(2, gate, passing_bytes=20, **small), *tasks(4, gate, passing_bytes=100, **large)[1:]]
+    work = [replace(task, key=at) for at, task in enumerate(work)]
+    taken: list[int] = []
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        passing = min(sum(t.passing_bytes for t in batch), max(t.passing_most for t in batch))
+        taken.append(sum(t.device_bytes for t in batch) + passing)
+        return together(batch, device)
+
+    threading.Timer(0.3, gate.set).start()
+    list(Engine((GPU,), budget=100).map(work, run_many=run_many))
+    assert max(taken, default=0) <= 100
 
 
 def test_groups_are_not_mixed() -> None:
@@ -82,6 +105,30 @@ def test_gpus_share_what_is_ready() -> None:
 def test_each_gpu_has_as_many_in_work(left: int, here: int, others: list[int], taken: int) -> None:
     """Though never so few that they take as long as many."""
     assert share(left, 16, here, others) == taken
+
+
+def test_large_ones_are_never_taken_together() -> None:
+    assert share(3, 1, 1, [0, 0, 0]) == 1
+    work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1, slots=1) for i in range(12)]
+    devices = tuple(Device(f"cuda:{i}", slots=2) for i in range(4))
+    assert len(list(Engine(devices, budget=100).map(work, run_many=refuse))) == 12
+
+
+def test_nothing_is_begun_once_the_outcomes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_GATHER", 0.4)
+    begun: list[object] = []
+
+    def slowly() -> Iterator[Task]:
+        yield Task(key="first", run=lambda device: None, cost=99)
+        yield from (Task(key=i, run=fail, group="n", most=64) for i in range(30))
+        time.sleep(2)
+
+    outcomes = Engine((GPU,), budget=100).map(slowly(), run_many=refuse, on_start=lambda key, device: begun.append(key))
+    next(outcomes)
+    time.sleep(0.1)
+    outcomes.close()
+    time.sleep(0.6)
+    assert begun == ["first"]
 
 
 def test_one_slot_gathers_a_group_and_the_others_leave_it_to_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +211,10 @@ def test_a_group_does_not_wait_for_what_is_not_about_to_come() -> None:
         found[outcome.key] = outcome
         came.set()
     assert sorted(found) == [0, 1, 2]
+
+
+def refuse(batch: Sequence[Task], device: str) -> list[Outcome]:
+    raise AssertionError("solved together")
 
 
 def fail(device: str) -> None:

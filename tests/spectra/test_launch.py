@@ -70,5 +70,5 @@ def test_pointers_integers_and_doubles() -> None:
 
 def test_a_refused_launch_names_the_kernel_and_the_driver_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_name", lambda status: f"CUDA_ERROR_{status}")
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_701: kernel chase was not launched"):
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_701: the launch of kernel chase failed"):
         Launcher({"chase": 1}, 0, Driver(701))("chase", (1, 1), (1, 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -317,6 +317,68 @@ def test_a_thread_that_hangs_keeps_nobody_else(staging: Staging, monkeypatch: py
 
 class Waiting(StoredMatrix):
     is_stretch = True  # type: ignore[assignment]
+
+
+def test_one_that_hangs_is_waited_for_once(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PATIENCE", 0.3)
+    monkeypatch.setattr(upload, "_LOOK", 0.05)
+    lock = upload._turns[CPU] = threading.Lock()
+    lock.acquire()
+    started = time.monotonic()
+    takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(30)])
+    takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(30)])
+    assert time.monotonic() - started < 3
+    assert upload._turns[CPU] is not lock
+    assert not upload._turns[CPU].locked()
+
+
+def test_the_turn_is_given_up_where_sending_fails_and_no_thread_can_start(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def no_memory(self: Staging, stored: torch.Tensor, buffer: Any) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        patch.setattr(Staging, "send", no_memory)
+        with pytest.raises(RuntimeError, match="out of memory") as kept:
+            takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(3)])
+    assert kept.value.__traceback__ is not None
+    assert not upload._turns[CPU].locked()
+    assert staging._there == staging._free.qsize()
+
+
+def test_who_waits_for_a_turn_can_be_stopped(staging: Staging) -> None:
+    def first() -> AbstractContextManager[Sequence[Matrix]]:
+        return nullcontext([StoredMatrix(np.eye(40), "F64")])
+
+    upload._turns[CPU] = threading.Lock()
+    with upload._turns[CPU]:
+        sent = uploads([first, opened(Waiting(np.eye(4), "F64"))], CPU, pack=False)
+        next(sent)
+        time.sleep(0.1)
+        started = time.monotonic()
+        sent.close()
+        assert time.monotonic() - started < 3
+    assert not upload._turns[CPU].locked()
+
+
+def test_unused_buffers_can_be_dropped(staging: Staging) -> None:
+    W = RNG.standard_normal((4000, 10))
+    with closing(uploads([opened(StoredMatrix(W, "F64"))], CPU, pack=False)) as sent:
+        next(sent)
+        staging.drop()  # not those in use
+        assert staging._there > 0
+        for _ in sent:
+            pass
+    assert staging._there > 0
+    staging.drop()
+    assert (staging._there, staging._left, staging._free.qsize()) == (0, BUFFERS, 0)
+    found, _ = all_of([opened(StoredMatrix(W, "F64"))])
+    assert np.array_equal(found[0], W)
 
 
 def test_one_buffer_does_where_there_is_memory_for_no_more(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ class Launcher:
         if cluster:
             _CLUSTER.pack_into(self._cluster, 0, _CLUSTER_DIMENSION, cluster, 1, 1)
         _eight_bytes(tuple(map(type, args))).pack_into(self._values, 0, *args)
-        driver.check(self._call(config, self._kernels[name], arguments, None), f"kernel {name} was not launched")
+        driver.check(self._call(config, self._kernels[name], arguments, None), f"the launch of kernel {name}")
 
 
 @lru_cache(maxsize=64)
