@@ -122,9 +122,13 @@ class Table:
         self._found = lru_cache(maxsize=1024)(self._find)
         self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
 
+    def stem(self, longname: str) -> str:
+        """What counts of a name: not the number of a layer or an expert, where no row asks for one."""
+        return longname if self._numbers else unnumbered(longname)
+
     def named(self, longname: str, model_type: str) -> list[Layout]:
         """The rows for a tensor of this name in such a model, whatever its sizes."""
-        return self._found(longname if self._numbers else unnumbered(longname), model_type)
+        return self._found(self.stem(longname), model_type)
 
     def _find(self, longname: str, model_type: str) -> list[Layout]:
         if model_type not in self._by_model:

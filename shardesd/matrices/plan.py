@@ -49,9 +49,33 @@ class Context:
     """Which tensors are fused or stacked, and how."""
     renamed: Mapping[str, str] = field(init=False)
     """See `matrices.unique`."""
+    _cuts: dict[tuple[str, tuple[int, ...]], tuple[Layout, list[Piece]]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    _experts: dict[tuple[str, tuple[int, ...]], int] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
+    """By stem and shape: thousands of tensors have a few dozen."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "renamed", renamed(self.names or ()))
+
+    def cut(self, stored_name: str, shape: tuple[int, ...]) -> tuple[Layout, list[Piece]]:
+        """The layout of a 2-D tensor, or of each of a stack, and its pieces."""
+        key = self.table.stem(stored_name), shape
+        found = self._cuts.get(key)
+        if found is None:
+            sides = shape[0], shape[1]
+            found = self._cuts[key] = find_layout(key[0], sides, self.config, self.table, self.options.split)
+        return found
+
+    def experts(self, longname: str, shape: tuple[int, ...]) -> int:
+        """How many matrices the table says are stacked along the first axis; 0 where it says nothing."""
+        key = self.table.stem(longname), shape
+        found = self._experts.get(key)
+        if found is None:
+            found = self._experts[key] = expert_count(key[0], shape, self.config, self.table)
+        return found
 
 
 def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
@@ -135,7 +159,7 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
     shape, options = tensor.shape, context.options
     experts = 0
     if len(shape) in (2, 3) and options.split == "auto":
-        experts = expert_count(name.longname, shape, context.config, context.table)
+        experts = context.experts(name.longname, shape)
     if len(shape) == 3 and (experts or is_stack(name.longname)):
         yield from _experts(tensor, name, shape[0], context)
     elif experts:
@@ -143,7 +167,7 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
     elif len(shape) == 2:
         if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
             name = name._replace(block_type="other")
-        yield from _linear(tensor, name, name.longname, _cut(name.longname, shape, context), context)
+        yield from _linear(tensor, name, name.longname, context.cut(name.longname, shape), context)
     elif eligible.is_conv(tensor, context.hints.get(tensor.name)):
         yield _conv(tensor, name._replace(block_type="conv"), context)
     else:
@@ -152,17 +176,12 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
 
 def _experts(stack: TensorRef, name: Name, count: int, context: Context) -> Iterator[MatrixRef | Skip]:
     size = stack.nbytes // count
-    cut = _cut(name.longname, stack.shape[1:], context)
+    cut = context.cut(name.longname, stack.shape[1:])
     for i in range(count):
         start = stack.start + i * size
         expert = replace(stack, shape=stack.shape[1:], start=start, end=start + size)
         numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
         yield from _linear(expert, numbered, name.longname, cut, context, whole=False)
-
-
-def _cut(stored_name: str, shape: tuple[int, ...], context: Context) -> tuple[Layout, list[Piece]]:
-    """The layout of a 2-D tensor, or of each of a stack."""
-    return find_layout(stored_name, (shape[0], shape[1]), context.config, context.table, context.options.split)
 
 
 def _linear(

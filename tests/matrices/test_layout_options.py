@@ -109,6 +109,16 @@ def test_a_user_s_rows_come_first(tmp_path: Path) -> None:
     assert (kinds["mix.fused_q"], kinds["mix.fused_rest"]) == ("q_proj", "v_proj")
 
 
+def test_a_user_s_row_may_mean_one_layer(tmp_path: Path) -> None:
+    """Of tensors that are the same in all else."""
+    (tmp_path / "mine.toml").write_text("[[layout]]\nnames = 'layers\\.1\\.fused'\nparts = ['a', 'b']\n")
+    weights = {f"layers__{i}__fused__weight": W(8, 6) for i in range(3)}
+    folder = model(tmp_path / "m", {}, **weights)
+    found = set(shardesd.scan(folder, layout=str(tmp_path / "mine.toml")).spectra)
+    assert found == {"layers.0.fused", "layers.1.fused_a", "layers.1.fused_b", "layers.2.fused"}
+    assert set(shardesd.scan(folder).spectra) == {f"layers.{i}.fused" for i in range(3)}
+
+
 def test_json_says_the_same(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text(json.dumps({"layout": [{"names": "fused", "parts": ["a", "b"]}]}))
     folder = model(tmp_path / "m", {}, fused__weight=W(8, 6))

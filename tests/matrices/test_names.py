@@ -13,6 +13,7 @@ from shardesd.matrices import (
     BLOCK_TYPES,
     BUILT_IN,
     Context,
+    eligible,
     may_be_tied,
     names,
     natural_key,
@@ -378,6 +379,8 @@ def test_no_rule_asks_which_layer_it_is(name: str, number: int) -> None:
     stem = names._PARAMETER.sub("", renumbered.removesuffix(".weight"))
     expected = next((part for part, rule in names._ROLES if rule.search(stem)), "other")
     assert names.role(renumbered.removesuffix(".weight")) == expected
+    reason = next((reason for reason, rule in eligible._BY_NAME if rule.search(renumbered)), "")
+    assert eligible._reason_of(names.unnumbered(renumbered)) == reason
     for model_type in ("llama", "gpt_oss", "dbrx", "mixtral", "qwen3_next", "chatglm", "phi3"):
         asked = Table(BUILT_IN.rows).named(renumbered, model_type)
         assert BUILT_IN.named(renumbered, model_type) == asked
