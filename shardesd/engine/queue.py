@@ -290,10 +290,10 @@ class _Run(Generic[K, T]):
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
                 return [first]
             group, most = first.task.group, first.task.most
-            others = [p for p in self._places if not (p.is_cpu or p.retired or p is place)]
+            gpus = sum(not (p.is_cpu or p.retired) for p in self._places)
             worker.gathers = group
         for _ in range(_LOOKS):
-            if self._ready.count(group) + 1 >= (1 + len(others)) * most or self._all_here.wait(_GATHER / _LOOKS):
+            if self._ready.count(group) + 1 >= gpus * most or self._all_here.wait(_GATHER / _LOOKS):
                 break
         with self._changed:
             worker.gathers = None
@@ -310,7 +310,7 @@ class _Run(Generic[K, T]):
                     self._ready.count(group) + 1,
                     most,
                     place.in_work(group) - 1,
-                    [other.in_work(group) for other in others],
+                    [p.in_work(group) for p in self._places if not (p.is_cpu or p.retired or p is place)],
                 ),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -23,6 +25,9 @@ BUFFERS = 4
 PATIENCE = 10.0
 """Seconds for which a thread waits for what others of its GPU have: they may never give it back, where they hang."""
 
+LOOK = 0.1
+"""Seconds between two looks at whether what is waited for is still wanted."""
+
 
 class Buffer:
     """Pinned memory, and as much on a device."""
@@ -41,6 +46,13 @@ class Buffer:
         """Until it may be read into, since what it held has arrived."""
         self.arrived.synchronize()
 
+    def is_done(self) -> bool:
+        """Whether nothing will come to it, or be made of it, any more; or its device is lost."""
+        try:
+            return all(event.query() for event in (self.arrived, self.worked))  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return True
+
 
 class Staging:
     """The buffers of one device. What one thread has read travels, on a stream of its own, while others are read into
@@ -55,17 +67,10 @@ class Staging:
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         self._lock = threading.Lock()
         self._left = BUFFERS  # that may still be made: each costs time
-        self._there = 0
 
-    def take(self) -> Buffer:
-        """One that may be read into; waits for it."""
-        try:
-            buffer = self._free.get_nowait()
-        except Empty:
-            with self._lock:
-                make = self._left > 0
-                self._left -= make
-            buffer = self._made() if make else self._awaited()
+    def take(self, look: Callable[[], None] = lambda: None) -> Buffer:
+        """One that may be read into; waits for it, calling `look`, which may raise, now and then."""
+        buffer = self._one(look)
         try:
             buffer.wait()
         except BaseException:
@@ -73,38 +78,44 @@ class Staging:
             raise
         return buffer
 
-    def _made(self) -> Buffer:
-        try:
-            buffer = self._new()
-        except BaseException as error:
+    def _one(self, look: Callable[[], None]) -> Buffer:
+        until = time.monotonic() + PATIENCE
+        failed: RuntimeError | None = None
+        while True:
+            with suppress(Empty):
+                return self._free.get_nowait()
+            late = time.monotonic() > until
             with self._lock:
-                self._left += 1
-            if not self._there or not isinstance(error, RuntimeError):
-                raise
-            return self._awaited()  # with no memory for one more, those that there are will do
-        with self._lock:
-            self._there += 1
-        return buffer
-
-    def _awaited(self) -> Buffer:
-        try:
-            return self._free.get(timeout=PATIENCE)
-        except Empty:
-            buffer = self._new()
-            with self._lock:
-                self._left, self._there = self._left - 1, self._there + 1
-            return buffer
+                make = late or (failed is None and self._left > 0)
+                self._left -= make
+            if make:
+                try:
+                    return self._new()
+                except BaseException as error:
+                    with self._lock:
+                        self._left += 1
+                    if late or not isinstance(error, RuntimeError):
+                        raise
+                    failed = error  # with no memory for one more, those that there are will do
+            if failed is not None and self._left >= BUFFERS:  # there are none, and none is being made
+                raise failed
+            with suppress(Empty):
+                return self._free.get(timeout=LOOK)
+            look()
 
     def drop(self) -> None:
         """Lets go of the buffers that nobody uses; made anew when they are needed."""
+        used: list[Buffer] = []
         with suppress(Empty):
             while True:
                 buffer = self._free.get_nowait()
-                with suppress(RuntimeError):  # a device that is lost: then nothing works with it any more
-                    buffer.wait()
-                    buffer.worked.synchronize()
-                with self._lock:
-                    self._left, self._there = self._left + 1, self._there - 1
+                if buffer.is_done():
+                    with self._lock:
+                        self._left += 1
+                else:
+                    used.append(buffer)
+        for buffer in used:
+            self.give(buffer)
 
     def _new(self) -> Buffer:
         return Buffer(self._device, self._travel)

@@ -14,16 +14,13 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardesd.records import Matrix
-from shardesd.spectra.staging import PATIENCE, UPLOAD_BYTES, Buffer, Staging, staging_of
+from shardesd.spectra.staging import LOOK, PATIENCE, UPLOAD_BYTES, Buffer, Staging, staging_of
 
 if TYPE_CHECKING:
     import torch
 
 PACKED_BYTES = 8_000_000
 """The largest matrix that travels together with others."""
-
-_LOOK = 0.1
-"""Seconds between two looks at whether what is waited for is still wanted."""
 
 _AHEAD = 2
 """Buffers that a thread has read into and not sent: one is read into while another's bytes travel."""
@@ -125,10 +122,12 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
                 raise item
     finally:
         reading.stop()
-        if thread.ident is not None:
-            thread.join()
-        here.close()
-        reading.close()
+        try:
+            if thread.ident is not None:
+                thread.join()
+            here.close()
+        finally:
+            reading.close()
 
 
 class _Reading:
@@ -137,8 +136,8 @@ class _Reading:
     def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, device: torch.device) -> None:
         self._staging, self._opened, self._pack, self._device = staging, opened, pack, device
         self._turn = _turns.setdefault(device, threading.Lock())
-        self._allowed: SimpleQueue[bool] = SimpleQueue()
-        """True for each buffer that may be taken."""
+        self._allowed: SimpleQueue[None] = SimpleQueue()
+        """One for each buffer that may be taken."""
         self.done: SimpleQueue[_Loaded | Failed | BaseException | None] = SimpleQueue()
         """What has been read, then None."""
         self._held: set[Buffer] = set()
@@ -148,7 +147,7 @@ class _Reading:
 
     def more(self) -> None:
         """One more buffer may be taken, since what one held has been sent."""
-        self._allowed.put(True)
+        self._allowed.put(None)
 
     def give(self, buffer: Buffer) -> None:
         """One is of no more use here."""
@@ -174,7 +173,7 @@ class _Reading:
     def stop(self) -> None:
         """Has it end soon, if it hasn't."""
         self._stopped = True
-        self._allowed.put(False)
+        self._allowed.put(None)
 
     def close(self) -> None:
         """Gives back what was read and not sent."""
@@ -200,11 +199,12 @@ class _Reading:
             self._has_turn = self._turn.acquire(blocking=False)
             until = time.monotonic() + PATIENCE
             while wait and not self._has_turn:
-                self._has_turn = self._turn.acquire(timeout=_LOOK)
-                if self._stopped:
-                    raise _Stopped
+                self._has_turn = self._turn.acquire(timeout=LOOK)
+                self._look()
                 if not self._has_turn and time.monotonic() > until:  # who has it may hang
-                    self._turn = _turns[self._device] = threading.Lock()
+                    if _turns[self._device] is self._turn:
+                        _turns[self._device] = threading.Lock()
+                    self._turn, until = _turns[self._device], time.monotonic() + PATIENCE
 
     def _items(self) -> Iterator[_Loaded | Failed]:
         pack: _Pack | None = None
@@ -223,6 +223,8 @@ class _Reading:
                         pack = pack or _Pack(self._buffer())
                         pack.add(at, matrix, size)
             except Exception as error:
+                if self._stopped:  # nobody would be told
+                    return
                 yield Failed(at, error)
         if pack is not None:
             yield from pack.all()
@@ -243,11 +245,15 @@ class _Reading:
                     stored = _bytes(rows[first:last].clone()) if pinned is None else pinned  # one row is too long
                 yield _Loaded(stored, pinned is not None, buffer, [member], packed=False)
 
-    def _buffer(self) -> Buffer:
-        if not self._allowed.get() or self._stopped:
+    def _look(self) -> None:
+        if self._stopped:
             raise _Stopped
+
+    def _buffer(self) -> Buffer:
+        self._allowed.get()
+        self._look()
         try:
-            buffer = self._staging.take()
+            buffer = self._staging.take(self._look)
         except BaseException:
             self.more()
             raise

@@ -321,7 +321,7 @@ class Waiting(StoredMatrix):
 
 def test_one_that_hangs_is_waited_for_once(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PATIENCE", 0.3)
-    monkeypatch.setattr(upload, "_LOOK", 0.05)
+    monkeypatch.setattr(upload, "LOOK", 0.05)
     lock = upload._turns[CPU] = threading.Lock()
     lock.acquire()
     started = time.monotonic()
@@ -348,7 +348,7 @@ def test_the_turn_is_given_up_where_sending_fails_and_no_thread_can_start(
             takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(3)])
     assert kept.value.__traceback__ is not None
     assert not upload._turns[CPU].locked()
-    assert staging._there == staging._free.qsize()
+    assert BUFFERS - staging._left == staging._free.qsize()
 
 
 def test_who_waits_for_a_turn_can_be_stopped(staging: Staging) -> None:
@@ -371,14 +371,104 @@ def test_unused_buffers_can_be_dropped(staging: Staging) -> None:
     with closing(uploads([opened(StoredMatrix(W, "F64"))], CPU, pack=False)) as sent:
         next(sent)
         staging.drop()  # not those in use
-        assert staging._there > 0
+        assert staging._left < BUFFERS
         for _ in sent:
             pass
-    assert staging._there > 0
+    assert staging._left < BUFFERS
     staging.drop()
-    assert (staging._there, staging._left, staging._free.qsize()) == (0, BUFFERS, 0)
+    assert (staging._left, staging._free.qsize()) == (BUFFERS, 0)
     found, _ = all_of([opened(StoredMatrix(W, "F64"))])
     assert np.array_equal(found[0], W)
+
+
+def test_who_waits_for_a_buffer_gets_the_one_that_is_being_made(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though there is memory for no other, and none is there yet."""
+    new, made, first = Staging._new, threading.Event(), threading.Event()
+
+    def scarce(self: Staging) -> buffers.Buffer:
+        if first.is_set():
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        first.set()
+        assert made.wait(10)
+        return new(self)
+
+    monkeypatch.setattr(Staging, "_new", scarce)
+    thread = threading.Thread(target=lambda: staging.give(staging.take()))
+    thread.start()
+    assert first.wait(10)
+    threading.Timer(0.3, made.set).start()
+    assert staging.take() is not None
+    thread.join(10)
+
+
+def test_who_waits_for_a_buffer_that_is_dropped_makes_another(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [staging.take() for _ in range(BUFFERS)]
+    found: list[buffers.Buffer] = []
+    thread = threading.Thread(target=lambda: found.append(staging.take()))
+    thread.start()
+    time.sleep(0.05)
+    staging._left += 1  # as `drop` leaves it
+    held.pop()
+    thread.join(3)
+    assert found
+    assert staging._left == 0
+
+
+def test_one_that_hangs_is_replaced_by_one_turn_for_all(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "PATIENCE", 0.3)
+    monkeypatch.setattr(upload, "LOOK", 0.05)
+    upload._turns[CPU] = threading.Lock()
+    reading: list[int] = []
+    most: list[int] = []
+
+    class Slow(Waiting):
+        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+            reading.append(1)
+            most.append(len(reading))
+            time.sleep(0.02)
+            reading.pop()
+            return super().rows(start, stop, buffer)
+
+    with upload._turns[CPU]:
+        threads = [
+            threading.Thread(target=takes_all, args=([opened(Slow(np.eye(4), "F64")) for _ in range(3)],))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+    assert len(most) == 12
+    assert max(most) == 1
+
+
+def test_an_error_on_closing_is_not_hidden_where_no_thread_can_start(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def raises() -> Iterator[Sequence[Matrix]]:
+        try:
+            yield [StoredMatrix(np.ones((4000, 10)), "F64")]
+        finally:
+            raise OSError("the file is gone")
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+
+    def fails() -> None:
+        with closing(uploads([raises], CPU, pack=False)) as sent:
+            next(sent)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fails()
+    assert BUFFERS - staging._left == staging._free.qsize()
 
 
 def test_one_buffer_does_where_there_is_memory_for_no_more(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
