@@ -23,7 +23,7 @@ from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, 
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallies
-from shardesd.spectra.upload import Open
+from shardesd.spectra.upload import PACKED_BYTES, Open
 from shardesd.spectra.worker import loaded_torch
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     """Memory of a GPU that one M × N matrix takes there at its peak, besides `passing_bytes`."""
     if solver == "svd":
         return 3 * M * N * 8
-    return eigen_bytes(min(M, N)) + (M * N * itemsize if M < N else 0)
+    stored = M * N * itemsize
+    gathered = stored if M < N and stored > PACKED_BYTES else 0  # from its blocks, all of which are needed at once
+    return eigen_bytes(min(M, N)) + gathered
 
 
 def passing_bytes(M: int, N: int, *, solver: str = "auto") -> int:
