@@ -54,19 +54,22 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
     status ``failed`` and the ok ones whose fit failed. Quantiles are linear interpolations, `alpha_std` is the
     sample's (ddof = 1) and None for one row, as is every statistic of none. `seconds` is the sum over all rows.
     """
-    ok = layers.filter(pl.col("status") == "ok")
-    fitted = ok.filter(pl.col("alpha") > 0)
+    # Column by column: polars wakes all its threads for each table that it filters.
+    status = layers["status"].to_numpy()
+    ok, failed = (np.array(status == word, np.bool_) for word in ("ok", "failed"))
+    fitted = ok & (layers["alpha"].to_numpy() > 0)
+    ranked = ok & ~(layers["matrix_rank"].to_numpy() <= 1)  # also where it is unknown
     first = layers.row(0, named=True) if layers.height else {"model_id": model_id, "revision": revision}
-    alpha = _numbers(fitted, "alpha")
-    spectral_norm, stable_rank = (_numbers(ok, name) for name in ("spectral_norm", "stable_rank"))
-    entropy = _numbers(ok.filter(pl.col("matrix_rank").fill_null(2) > 1), "entropy")
+    alpha = _numbers(layers, "alpha", fitted)
+    spectral_norm, stable_rank = (_numbers(layers, name, ok) for name in ("spectral_norm", "stable_rank"))
+    entropy = _numbers(layers, "entropy", ranked)
     values = {
         "model_id": first["model_id"],
         "revision": first["revision"],
         "is_adapter": first.get("is_adapter") or False,
         "source_model": first.get("source_model"),
-        "num_layers": ok.height,
-        "num_failed": layers.filter(pl.col("status") == "failed").height + ok.height - fitted.height,
+        "num_layers": int(ok.sum()),
+        "num_failed": int(failed.sum() + ok.sum() - fitted.sum()),
         "alpha_mean": _mean(alpha),
         "alpha_median": _quantile(alpha, 0.5),
         "alpha_std": float(alpha.std(ddof=1)) if alpha.size > 1 else None,
@@ -74,23 +77,25 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
         "alpha_max": _quantile(alpha, 1.0),
         "alpha_q25": _quantile(alpha, 0.25),
         "alpha_q75": _quantile(alpha, 0.75),
-        "alpha_weighted_mean": _mean(_numbers(fitted, "alpha_weighted")),
-        "D_mean": _mean(_numbers(fitted, "D")),
-        "log_alpha_norm_mean": _mean(_numbers(fitted, "log_alpha_norm")),
+        "alpha_weighted_mean": _mean(_numbers(layers, "alpha_weighted", fitted)),
+        "D_mean": _mean(_numbers(layers, "D", fitted)),
+        "log_alpha_norm_mean": _mean(_numbers(layers, "log_alpha_norm", fitted)),
         "spectral_norm_mean": _mean(spectral_norm),
         "spectral_norm_max": _quantile(spectral_norm, 1.0),
         "stable_rank_mean": _mean(stable_rank),
         "stable_rank_median": _quantile(stable_rank, 0.5),
         "entropy_mean": _mean(entropy),
         "entropy_median": _quantile(entropy, 0.5),
-        "total_params": int(ok["params"].sum()),
+        "total_params": int(layers["params"].filter(pl.Series(ok)).sum()),
         "seconds": float(layers["seconds"].sum()),
     }
     return {name: values[name] for name in SUMMARY_COLUMNS}
 
 
-def _numbers(layers: pl.DataFrame, column: str) -> np.ndarray:
-    return layers[column].drop_nulls().to_numpy()
+def _numbers(layers: pl.DataFrame, column: str, rows: np.ndarray) -> np.ndarray:
+    values: np.ndarray = layers[column].to_numpy()[rows]
+    known: np.ndarray = values[~np.isnan(values)]  # a null is NaN to numpy
+    return known
 
 
 def _mean(values: np.ndarray) -> float | None:
