@@ -255,8 +255,8 @@ class _Counting:
 
 def pieces(tensor: TensorRef, nbytes: int) -> Iterator[TensorRef]:
     """Rows of a tensor, of `nbytes` together, or of one row where that is longer."""
-    size = raw_dtype(tensor.dtype).itemsize
-    if not tensor.shape or tensor.nbytes != tensor.numel * size:  # an adapter has made it larger than it is stored
+    # Most are norms and biases; and an adapter may have made one larger than it is stored.
+    if tensor.nbytes <= nbytes or tensor.nbytes != tensor.numel * raw_dtype(tensor.dtype).itemsize:
         yield tensor
         return
     row_bytes = tensor.nbytes // tensor.shape[0]
