@@ -38,6 +38,11 @@ class Place(Generic[K, T]):
         return sum(worker.host_bytes for worker in self.workers)
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU that is still used."""
+        return not (self.is_cpu or self.retired)
+
+    @property
     def free_slots(self) -> int:
         return self.device.slots - sum(worker.slots for worker in self.workers)
 
@@ -65,6 +70,7 @@ class Worker(Generic[K, T]):
 
     place: Place[K, T]
     tickets: list[Ticket[K, T]] = field(default_factory=list)
+    device_bytes: int = 0
     _own_bytes: int = 0
     _passing_bytes: int = 0
     _passing_most: int = 0
@@ -76,19 +82,15 @@ class Worker(Generic[K, T]):
     since: float = 0.0
     abandoned: bool = False
 
-    @property
-    def device_bytes(self) -> int:
-        """Memory of a GPU that its tasks take."""
-        return self._own_bytes + min(self._passing_bytes, self._passing_most)
-
     def device_bytes_with(self, task: Task[K, T]) -> int:
-        """The same with one more."""
+        """Memory of a GPU that its tasks take together with one more."""
         passing = min(self._passing_bytes + task.passing_bytes, max(self._passing_most, task.passing_most))
         return self._own_bytes + task.device_bytes + passing
 
     def add(self, ticket: Ticket[K, T]) -> None:
         task = ticket.task
         self.tickets.append(ticket)
+        self.device_bytes = self.device_bytes_with(task)
         self._own_bytes += task.device_bytes
         self._passing_bytes += task.passing_bytes
         self._passing_most = max(self._passing_most, task.passing_most)
@@ -98,5 +100,6 @@ class Worker(Generic[K, T]):
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""
         tickets, self.tickets = self.tickets, []
-        self._own_bytes = self._passing_bytes = self._passing_most = self.host_bytes = self.slots = 0
+        self.device_bytes = self._own_bytes = self._passing_bytes = self._passing_most = 0
+        self.host_bytes = self.slots = 0
         return tickets

@@ -289,11 +289,15 @@ class _Run(Generic[K, T]):
             self._changed.notify_all()
             if self._run_many is None or first.task.group is None or place.is_cpu or first.alone:
                 return [first]
-            group, most = first.task.group, first.task.most
-            gpus = sum(not (p.is_cpu or p.retired) for p in self._places)
-            worker.gathers = group
+            worker.gathers = first.task.group
+        return self._gathered(worker, first)
+
+    def _gathered(self, worker: Worker[K, T], first: Ticket[K, T]) -> list[Ticket[K, T]] | None:
+        """A ticket with others of its group, after a moment in which there may come more."""
+        place, group, most = worker.place, first.task.group, first.task.most
         for _ in range(_LOOKS):
-            if self._ready.count(group) + 1 >= gpus * most or self._all_here.wait(_GATHER / _LOOKS):
+            enough = most * sum(p.is_gpu for p in self._places)
+            if self._ready.count(group) + 1 >= enough or self._all_here.wait(_GATHER / _LOOKS):
                 break
         with self._changed:
             worker.gathers = None
@@ -304,14 +308,10 @@ class _Run(Generic[K, T]):
                     self._ready.add(ticket)
                 self._changed.notify_all()
                 return None
+            others = [p.in_work(group) for p in self._places if p.is_gpu and p is not place]
             self._ready.take_like(
                 worker,
-                share(
-                    self._ready.count(group) + 1,
-                    most,
-                    place.in_work(group) - 1,
-                    [p.in_work(group) for p in self._places if not (p.is_cpu or p.retired or p is place)],
-                ),
+                share(self._ready.count(group) + 1, most, place.in_work(group) - 1, others),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )
@@ -323,7 +323,7 @@ class _Run(Generic[K, T]):
         if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
         gathered = place.gathered
-        only = place.fallback and any(not (p.is_cpu or p.retired) for p in self._places)
+        only = place.fallback and any(p.is_gpu for p in self._places)
 
         def take(aside: bool) -> Ticket[K, T] | None:
             def suits(ticket: Ticket[K, T]) -> bool:
