@@ -75,7 +75,7 @@ class Solver:
         if known is not None:
             return self._finished(item, shard, contents, known, kept=True)
         looked = item.longname in contents
-        with self._matrices(item, shard, device, contents) as parts:
+        with self._opened(item, shard, device, contents)() as parts:
             known = None if looked else self.recall.get(contents.get(item.longname), item)
             spectrum = known or spectra.compute(parts, scale=item.scale, device=device, **self._how())
         return self._finished(item, shard, contents, spectrum, kept=known is not None)
@@ -163,27 +163,20 @@ class Solver:
     def _opened(self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]) -> spectra.Open:
         """What opens a matrix; as much as can be done before its turn comes is done at once."""
         by_host, by_card = self._counters(item, shard, device)
-        if by_host is None and self.by_blocks(item, shard, device):
-            matrix: Matrix = ShardMatrix(shard, item.tensor)
-            opened = nullcontext([by_card.tallied(matrix, item.tensor) if by_card else matrix])
-            return lambda: opened
-        return partial(self._matrices, item, shard, device, contents)
-
-    @contextmanager
-    def _matrices(
-        self, item: MatrixRef, shard: Shard, device: str, contents: dict[str, str]
-    ) -> Iterator[Sequence[Matrix]]:
-        by_blocks = self.by_blocks(item, shard, device)
-        by_host, by_card = self._counters(item, shard, device)
-        if by_host and item.longname not in contents:
-            shard = by_host.counting(shard, item.tensor)
+        counting = by_host.counting(shard, item.tensor) if by_host and item.longname not in contents else shard
 
         def counted(matrix: Matrix) -> Matrix:
             return by_card.tallied(matrix, item.tensor) if by_card else matrix
 
-        if by_blocks:
-            yield [counted(ShardMatrix(shard, item.tensor))]
-            return
+        if self.by_blocks(item, shard, device):
+            opened = nullcontext([counted(ShardMatrix(counting, item.tensor))])
+            return lambda: opened
+        return partial(self._read, item, counting, contents, counted)
+
+    @contextmanager
+    def _read(
+        self, item: MatrixRef, shard: Shard, contents: dict[str, str], counted: Callable[[Matrix], Matrix]
+    ) -> Iterator[Sequence[Matrix]]:
         with shard.read(item.tensor) as raw:
             if self.recall.active and item.longname not in contents:
                 contents[item.longname] = digest([raw])
