@@ -36,7 +36,7 @@ class Staging(staging.Staging):
     """Such buffers. Whoever looks too late at what one held finds NaN."""
 
     def __init__(self) -> None:
-        self._free, self._lock = SimpleQueue(), threading.Lock()
+        self._free, self._lock, self.turn = SimpleQueue(), threading.Lock(), threading.Lock()
         self._left = staging.BUFFERS
         self.sent = 0
 
@@ -58,18 +58,17 @@ class Staging(staging.Staging):
         buffer.sent.fill_(255)
 
 
-def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20, *, by_cublas: bool = True) -> Staging:
+def staged(monkeypatch: pytest.MonkeyPatch, upload_bytes: int = 1 << 20) -> Staging:
     """Has `spectra.compute_many` take the CPU for a GPU that is sent `upload_bytes` at a time."""
     for module in (upload, staging):
         monkeypatch.setattr(module, "UPLOAD_BYTES", upload_bytes)
     monkeypatch.setattr(upload, "PACKED_BYTES", upload_bytes // 4)
     buffers = Staging()
-    if by_cublas:
-        library = Library()
-        monkeypatch.setattr(cublas, "takes", lambda gram: gram.dtype == torch.float64)
-        monkeypatch.setattr(cublas, "_library", lambda: library)
-        monkeypatch.setattr(cublas, "_handle", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    library = Library()
+    monkeypatch.setattr(cublas, "takes", lambda gram: gram.dtype == torch.float64)
+    monkeypatch.setattr(cublas, "_library", lambda: library)
+    monkeypatch.setattr(cublas, "_handle", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(upload, "staging_of", lambda device: buffers)
     monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
     monkeypatch.setattr(eigen, "_cusolver_takes", lambda n, batch: False)

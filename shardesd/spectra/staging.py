@@ -64,6 +64,8 @@ class Staging:
         self._device = device
         self._travel = _travels.get(device) or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         _travels[device] = self._travel
+        self.turn = threading.Lock()
+        """Of those who read what only has to be copied from files, see `upload`."""
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         self._lock = threading.Lock()
         self._left = BUFFERS  # that may still be made: each costs time

@@ -79,11 +79,6 @@ class _Stopped(BaseException):
     """Nobody wants what comes next."""
 
 
-_turns: dict[torch.device, threading.Lock] = {}
-"""Of the threads that feed a GPU, one at a time reads what only has to be copied from files: several would all take
-longer, and the GPU would have nothing to do until all of them were through, and then the work of all."""
-
-
 def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Generator[Sent | Failed, None, None]:
     """Sends matrices to a GPU as they are stored, in order; with `pack`, small ones several at a time.
 
@@ -93,9 +88,9 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     import torch
 
     staging = staging_of(device)
-    reading = _Reading(staging, opened, pack, device)
+    reading = _Reading(staging, opened, pack)
     name = f"{threading.current_thread().name}-reader"
-    thread = threading.Thread(target=reading.run, name=name, args=(torch.get_num_threads(),), daemon=True)
+    thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
     here = reading.items()
     items: Iterator[_Loaded | Failed | BaseException] = iter(reading.done.get, None)
     try:
@@ -133,9 +128,9 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
 class _Reading:
     """What the reading thread does."""
 
-    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, device: torch.device) -> None:
-        self._staging, self._opened, self._pack, self._device = staging, opened, pack, device
-        self._turn = _turns.setdefault(device, threading.Lock())
+    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool) -> None:
+        self._staging, self._opened, self._pack = staging, opened, pack
+        self._turn = staging.turn
         self._allowed: SimpleQueue[None] = SimpleQueue()
         """One for each buffer that may be taken."""
         self.done: SimpleQueue[_Loaded | Failed | BaseException | None] = SimpleQueue()
@@ -154,13 +149,13 @@ class _Reading:
         self._held.discard(buffer)
         self._staging.give(buffer)
 
-    def run(self, threads: int) -> None:
+    def run(self, device: torch.device, threads: int) -> None:
         import torch
 
         try:
             torch.set_num_threads(threads)
-            if self._device.type == "cuda":  # or to wait for an event would take memory of the first, whose ever it is
-                torch.cuda.set_device(self._device)
+            if device.type == "cuda":  # or to wait for an event would take memory of the first GPU, whose ever that is
+                torch.cuda.set_device(device)
             for item in self.items():
                 self.done.put(item)
         except _Stopped:
@@ -190,6 +185,8 @@ class _Reading:
     def _in_turn(self, needed: bool, *, wait: bool = True) -> None:
         """Has this thread's turn come where it is needed, and gives it to another where it isn't any more.
 
+        Of the threads that feed a GPU, one at a time reads what only has to be copied from files: several would all
+        take longer, and the GPU would have nothing to do until all of them were through, and then the work of all.
         Whoever has a buffer in hand must not wait: it may be the one that the thread whose turn it is waits for.
         """
         if self._has_turn and not needed:
@@ -202,9 +199,9 @@ class _Reading:
                 self._has_turn = self._turn.acquire(timeout=LOOK)
                 self._look()
                 if not self._has_turn and time.monotonic() > until:  # who has it may hang
-                    if _turns[self._device] is self._turn:
-                        _turns[self._device] = threading.Lock()
-                    self._turn, until = _turns[self._device], time.monotonic() + PATIENCE
+                    if self._staging.turn is self._turn:
+                        self._staging.turn = threading.Lock()
+                    self._turn, until = self._staging.turn, time.monotonic() + PATIENCE
 
     def _items(self) -> Iterator[_Loaded | Failed]:
         pack: _Pack | None = None

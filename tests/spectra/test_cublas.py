@@ -54,7 +54,7 @@ def test_eigenvalues_of_packed_matrices_of_any_size(
     shape: tuple[int, int], dtype: Any, by_cublas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Float64 needs no widening, so that an odd number of elements has room behind it."""
-    staged(monkeypatch, 1 << 13, by_cublas=by_cublas)
+    staged(monkeypatch, 1 << 13)
     monkeypatch.setattr(cublas, "takes", lambda gram: by_cublas)
     Ws = [RNG.standard_normal(shape).astype(dtype) for _ in range(9)]
     word = {8: "F64", 4: "F32", 2: "F16"}[np.dtype(dtype).itemsize]
@@ -72,7 +72,6 @@ def test_a_driver_that_knows_no_clusters_can_copy_all_the_same(monkeypatch: pyte
         def __init__(self, name: str) -> None:
             for call in ("cuMemcpyHtoDAsync_v2", "cuStreamWaitEvent", "cuGetErrorName"):
                 setattr(self, call, lambda *given: 0)
-                getattr(self, call).__dict__["argtypes"] = None
 
     monkeypatch.setattr(ctypes, "PyDLL", Old)
     driver.library.cache_clear()

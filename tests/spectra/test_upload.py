@@ -322,14 +322,14 @@ class Waiting(StoredMatrix):
 def test_one_that_hangs_is_waited_for_once(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PATIENCE", 0.3)
     monkeypatch.setattr(upload, "LOOK", 0.05)
-    lock = upload._turns[CPU] = threading.Lock()
+    lock = staging.turn = threading.Lock()
     lock.acquire()
     started = time.monotonic()
     takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(30)])
     takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(30)])
     assert time.monotonic() - started < 3
-    assert upload._turns[CPU] is not lock
-    assert not upload._turns[CPU].locked()
+    assert staging.turn is not lock
+    assert not staging.turn.locked()
 
 
 def test_the_turn_is_given_up_where_sending_fails_and_no_thread_can_start(
@@ -347,7 +347,7 @@ def test_the_turn_is_given_up_where_sending_fails_and_no_thread_can_start(
         with pytest.raises(RuntimeError, match="out of memory") as kept:
             takes_all([opened(Waiting(np.eye(4), "F64")) for _ in range(3)])
     assert kept.value.__traceback__ is not None
-    assert not upload._turns[CPU].locked()
+    assert not staging.turn.locked()
     assert BUFFERS - staging._left == staging._free.qsize()
 
 
@@ -355,15 +355,15 @@ def test_who_waits_for_a_turn_can_be_stopped(staging: Staging) -> None:
     def first() -> AbstractContextManager[Sequence[Matrix]]:
         return nullcontext([StoredMatrix(np.eye(40), "F64")])
 
-    upload._turns[CPU] = threading.Lock()
-    with upload._turns[CPU]:
+    staging.turn = threading.Lock()
+    with staging.turn:
         sent = uploads([first, opened(Waiting(np.eye(4), "F64"))], CPU, pack=False)
         next(sent)
         time.sleep(0.1)
         started = time.monotonic()
         sent.close()
         assert time.monotonic() - started < 3
-    assert not upload._turns[CPU].locked()
+    assert not staging.turn.locked()
 
 
 def test_unused_buffers_can_be_dropped(staging: Staging) -> None:
@@ -421,7 +421,7 @@ def test_who_waits_for_a_buffer_that_is_dropped_makes_another(
 def test_one_that_hangs_is_replaced_by_one_turn_for_all(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upload, "PATIENCE", 0.3)
     monkeypatch.setattr(upload, "LOOK", 0.05)
-    upload._turns[CPU] = threading.Lock()
+    staging.turn = threading.Lock()
     reading: list[int] = []
     most: list[int] = []
 
@@ -433,7 +433,7 @@ def test_one_that_hangs_is_replaced_by_one_turn_for_all(staging: Staging, monkey
             reading.pop()
             return super().rows(start, stop, buffer)
 
-    with upload._turns[CPU]:
+    with staging.turn:
         threads = [
             threading.Thread(target=takes_all, args=([opened(Slow(np.eye(4), "F64")) for _ in range(3)],))
             for _ in range(4)
