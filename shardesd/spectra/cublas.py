@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from shardesd.spectra.linked import loaded
@@ -19,6 +19,7 @@ _STATUS = {
     **{1: "NOT_INITIALIZED", 3: "ALLOC_FAILED", 7: "INVALID_VALUE", 8: "ARCH_MISMATCH", 11: "MAPPING_ERROR"},
     **{13: "EXECUTION_FAILED", 14: "INTERNAL_ERROR", 15: "NOT_SUPPORTED"},
 }
+_LEAST_SPLIT = 384  # of rows: smaller products would take as long
 _UPPER, _AS_IT_IS, _TRANSPOSED = 1, 0, 1
 _ZERO, _ONE = ctypes.c_double(0.0), ctypes.c_double(1.0)
 _INT, _POINTER, _STRIDE = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
@@ -55,20 +56,40 @@ def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     _check(status, "Dsyrk")
 
 
-def multiply_each(W_BMN: torch.Tensor, grams_Bnn: torch.Tensor) -> None:
-    """The Gram of each matrix: WᵀW where N ≤ M, else WWᵀ. Each is contiguous; there may be room between them."""
+def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> None:
+    """The Gram of each matrix, WᵀW where N ≤ M, else WWᵀ, into `grams_Cnn` (contiguous) from its matrix `first` on.
+
+    Its lower triangle; what lies above it is undefined. Each of W is contiguous; there may be room between them.
+    """
     import torch
 
     B, M, N = W_BMN.shape
     n = min(M, N)
-    operations, K = ((_AS_IT_IS, _TRANSPOSED), M) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N)
+    operations, K, apart = ((_AS_IT_IS, _TRANSPOSED), M, 8) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N, 8 * N)
     W, step = W_BMN.data_ptr(), W_BMN.stride(0)
+    gram = grams_Cnn.data_ptr() + 8 * n * n * first
     with torch.cuda.device(W_BMN.device):
-        status = _library().cublasDgemmStridedBatched(
-            *(_handle(), *operations, n, n, K, _AT_ONE, W, N, step, W, N, step),
-            *(_AT_ZERO, grams_Bnn.data_ptr(), n, n * n, B),
-        )
-    _check(status, "DgemmStridedBatched")
+        multiply, handle = _library().cublasDgemmStridedBatched, _handle()
+        for row, column, rows, columns in _lower_blocks(0, n):
+            status = multiply(
+                *(handle, *operations, columns, rows, K),
+                *(_AT_ONE, W + apart * column, N, step, W + apart * row, N, step),
+                *(_AT_ZERO, gram + 8 * (row * n + column), n, n * n, B),
+            )
+            _check(status, "DgemmStridedBatched")
+
+
+@lru_cache(maxsize=64)
+def _lower_blocks(start: int, size: int) -> list[tuple[int, int, int, int]]:
+    """First row, first column, rows and columns of the blocks of a lower triangle, with little that lies above it.
+
+    cuBLAS has no `Dsyrk` of a batch, and one product for all takes a third longer (docs/performance.md).
+    """
+    if size < _LEAST_SPLIT:
+        return [(start, start, size, size)]
+    half = -(-size // 128) * 64
+    middle, rest = start + half, size - half
+    return [*_lower_blocks(start, half), (middle, start, rest, half), *_lower_blocks(middle, rest)]
 
 
 def batched(columns: int, batch: int) -> Callable[[int, int, int, int, int], None]:

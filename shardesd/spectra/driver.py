@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 _POINTER, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
 
 
-def send(pinned: torch.Tensor, there: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Copies bytes to the device, in the order of `stream`; both tensors are contiguous."""
+def send(pinned: torch.Tensor, there: torch.Tensor, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Copies the first bytes of `pinned` to those of `there`, on the device, in the order of `stream`."""
     import torch
 
-    if not pinned.nbytes:
+    if not nbytes:
         return
     driver = library()
     if driver is None:
         with torch.cuda.stream(stream):
-            there.copy_(pinned, non_blocking=True)
+            there[:nbytes].copy_(pinned[:nbytes], non_blocking=True)
     else:
-        status = driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), pinned.nbytes, stream.cuda_stream)
+        status = driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), nbytes, stream.cuda_stream)
         check(status, "a copy to the device", "CUDA error: ")
 
 

@@ -180,19 +180,15 @@ def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
         first, count = run[0], len(run)
         M, N = first.matrix.shape
         step = _step(first)
-        itemsize = first.dtype.itemsize
-        typed = sent.stored.view(first.dtype)
-        start = typed.storage_offset() + first.begin // itemsize
-        given = typed.as_strided((count, M, N), (step // itemsize, N, 1), start)
+        given = sent.there.view(first.dtype, (count, M, N), (step // first.dtype.itemsize, N, 1), first.begin)
         wide = given.to(grams.dtype)
         exact = grams.dtype == torch.float64
         tallies.add([member.matrix for member in run], given, wide if exact else None)
-        into = grams[first.at : first.at + count]
         if cublas.takes(grams):
-            cublas.multiply_each(wide, into)
+            cublas.multiply_each(wide, grams, first.at)
         else:
             short = wide if M < N else wide.mT
-            torch.bmm(short, short.mT, out=into)
+            torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
 
 
 def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:

@@ -28,6 +28,33 @@ PATIENCE = 10.0
 LOOK = 0.1
 """Seconds between two looks at whether what is waited for is still wanted."""
 
+_MOST_VIEWS = 64
+
+
+class Bytes:
+    """Bytes on a device."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        """`flat`: uint8, contiguous."""
+        self.flat = flat
+        self._views: dict[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = {}
+
+    def view(
+        self, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], begin: int = 0
+    ) -> torch.Tensor:
+        """Those from `begin` on as elements; `strides` count these.
+
+        Made once: for each view torch gives the interpreter's lock away, which others may then keep for milliseconds.
+        """
+        key = dtype, shape, strides, begin
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            typed = self.flat.view(dtype)
+            view = self._views[key] = typed.as_strided(shape, strides, typed.storage_offset() + begin // dtype.itemsize)
+        return view
+
 
 class Buffer:
     """Pinned memory, and as much on a device."""
@@ -36,15 +63,18 @@ class Buffer:
         import torch
 
         self.here = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.there = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device=device)
-        self.there.record_stream(travel)  # or what is still on its way could arrive in another's memory
+        self.memory = self.here.numpy()
+        """The same; of which a part can be taken without giving the interpreter's lock away."""
+        self.there = Bytes(torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device=device))
+        self.there.flat.record_stream(travel)  # or what is still on its way could arrive in another's memory
         self.arrived, self.worked = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         for event in (self.arrived, self.worked):  # after what was done with this memory before
             event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
         """Until it may be read into, since what it held has arrived."""
-        self.arrived.synchronize()
+        if not self.arrived.query():  # type: ignore[no-untyped-call]
+            self.arrived.synchronize()
 
     def is_done(self) -> bool:
         """Whether nothing will come to it, or be made of it, any more; or its device is lost."""
@@ -126,22 +156,21 @@ class Staging:
         """It may be read into again."""
         self._free.put(buffer)
 
-    def send(self, stored: torch.Tensor, buffer: Buffer | None) -> torch.Tensor:
-        """A copy on the device of what lies in a buffer, good until `worked`; or, without one, of what lies elsewhere.
+    def send(self, where: Buffer | torch.Tensor, nbytes: int) -> Bytes:
+        """Copies a buffer's first bytes to the device, good until `worked`; or those that lie elsewhere.
 
-        On the current stream of the calling thread, which is the one that works with it.
+        The current stream of the calling thread, which is the one that works with them, waits for that.
         """
         import torch
 
-        if buffer is None:
-            return stored.to(self._device)
-        there = buffer.there[: stored.numel()]
+        if not isinstance(where, Buffer):
+            return Bytes(where.to(self._device))
         with torch.cuda.device(self._device):
-            driver.wait(self._travel, buffer.worked)
-            driver.send(stored, there, self._travel)
-            buffer.arrived.record(self._travel)
-            driver.wait(torch.cuda.current_stream(), buffer.arrived)
-        return there
+            driver.wait(self._travel, where.worked)
+            driver.send(where.here, where.there.flat, nbytes, self._travel)
+            where.arrived.record(self._travel)
+            driver.wait(torch.cuda.current_stream(), where.arrived)
+        return where.there
 
     def worked(self, buffer: Buffer) -> None:
         """All that is to be done with what a buffer's bytes became has been given to the current stream."""

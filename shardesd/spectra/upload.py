@@ -14,9 +14,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardesd.records import Matrix
-from shardesd.spectra.staging import LOOK, PATIENCE, UPLOAD_BYTES, Buffer, Staging, staging_of
+from shardesd.spectra.staging import LOOK, PATIENCE, UPLOAD_BYTES, Buffer, Bytes, Staging, staging_of
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 PACKED_BYTES = 8_000_000
@@ -44,8 +45,8 @@ class Member(NamedTuple):
 class Sent(NamedTuple):
     """What has been sent at once."""
 
-    stored: torch.Tensor
-    """On the device, flat, bytes: until the next is asked for."""
+    there: Bytes
+    """On the device, until the next is asked for."""
     members: Sequence[Member]
     packed: bool
     """Several whole matrices; else rows of one, which come in order."""
@@ -53,7 +54,8 @@ class Sent(NamedTuple):
     def block(self) -> torch.Tensor:
         """The rows of the only member, as they are stored."""
         (member,) = self.members
-        return self.stored.view(member.dtype).view(member.rows, -1)
+        N = member.matrix.shape[1]
+        return self.there.view(member.dtype, (member.rows, N), (N, 1))
 
 
 class Failed(NamedTuple):
@@ -66,10 +68,10 @@ class Failed(NamedTuple):
 class _Loaded(NamedTuple):
     """What is to be sent."""
 
-    stored: torch.Tensor
-    pinned: bool
-    """Whether that lies in `buffer`."""
-    buffer: Buffer | None
+    where: Buffer | torch.Tensor
+    """In a buffer, of which it is the first `nbytes`, or in bytes of its own."""
+    nbytes: int
+    held: Buffer | None
     """Which one can be read into again once it is sent, whether it lies there or not: or all would be read ahead."""
     members: Sequence[Member]
     packed: bool
@@ -100,17 +102,16 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     try:
         for item in items:
             if isinstance(item, _Loaded):
-                buffer = item.buffer if item.pinned else None
-                stored = staging.send(item.stored, buffer)
-                if item.buffer is not None:
+                there = staging.send(item.where, item.nbytes)
+                if item.held is not None:
                     reading.more()
                 try:
-                    yield Sent(stored, item.members, item.packed)
+                    yield Sent(there, item.members, item.packed)
                 finally:
-                    if buffer is not None:
-                        staging.worked(buffer)
-                    if item.buffer is not None:
-                        reading.give(item.buffer)
+                    if isinstance(item.where, Buffer):
+                        staging.worked(item.where)
+                    if item.held is not None:
+                        reading.give(item.held)
             elif isinstance(item, Failed):
                 yield item
             else:
@@ -231,16 +232,16 @@ class _Reading:
         for start, stop in spans(M, N * matrix.itemsize, UPLOAD_BYTES):
             buffer = self._buffer()
             with self._back_if_raised(buffer):
-                rows = matrix.rows(start, stop, buffer.here.numpy())
+                rows = matrix.rows(start, stop, buffer.memory)
             # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
             for first, last in spans(stop - start, N * rows.element_size(), UPLOAD_BYTES):
                 if first:
                     buffer = self._buffer()
                 member = Member(at, matrix, 0, rows.dtype, last - first)
                 with self._back_if_raised(buffer):
-                    pinned = _in(buffer.here, rows[first:last])
-                    stored = _bytes(rows[first:last].clone()) if pinned is None else pinned  # one row is too long
-                yield _Loaded(stored, pinned is not None, buffer, [member], packed=False)
+                    part = rows if last - first == stop - start else rows[first:last]
+                    where = buffer if _lies_in(buffer.memory, part) else _bytes(part.clone())  # one row is too long
+                yield _Loaded(where, part.nbytes, buffer, [member], packed=False)
 
     def _look(self) -> None:
         if self._stopped:
@@ -299,7 +300,7 @@ class _Pack:
         self._read()
         yield from self._others
         end = self._end if self._members else 0
-        yield _Loaded(self._buffer.here[:end], True, self._buffer, self._members, packed=True)
+        yield _Loaded(self._buffer, end, self._buffer, self._members, packed=True)
 
     def _read(self) -> None:
         awaited, self._awaited = self._awaited, []
@@ -308,27 +309,28 @@ class _Pack:
         (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
         try:
             matrix = first.through(last) if len(awaited) > 1 else first
-            place = self._buffer.here[begin : begin + nbytes(matrix)]
-            rows = matrix.rows(0, matrix.shape[0], place.numpy())
+            place = self._buffer.memory[begin : begin + nbytes(matrix)]
+            rows = matrix.rows(0, matrix.shape[0], place)
         except Exception as error:
             self._others += [Failed(at, error) for at, _, _ in awaited]
             return
-        if _in(place, rows) is None:  # it is wider than it is stored, since an adapter is merged into it
+        if not _lies_in(place, rows):  # it is wider than it is stored, since an adapter is merged into it
             ((at, matrix, _),) = awaited
             member = Member(at, matrix, 0, rows.dtype, matrix.shape[0])
-            self._others.append(_Loaded(_bytes(rows), False, None, [member], packed=True))
+            self._others.append(_Loaded(_bytes(rows), rows.nbytes, None, [member], packed=True))
             return
         self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
 
 
-def _in(place: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
-    """The part of `place` that holds `rows`, copied into it if they aren't there; None where they are more."""
-    size = rows.numel() * rows.element_size()
-    if size > place.numel():
-        return None
-    if rows.data_ptr() != place.data_ptr():
-        place[:size].view(rows.dtype).view(rows.shape).copy_(rows)
-    return place[:size]
+def _lies_in(place: np.ndarray, rows: torch.Tensor) -> bool:
+    """Has `place` begin with `rows`, copied into it if they aren't there; False where they are more than it holds."""
+    import torch
+
+    if rows.nbytes > len(place):
+        return False
+    if rows.data_ptr() != place.ctypes.data:
+        torch.from_numpy(place[: rows.nbytes]).view(rows.dtype).view(rows.shape).copy_(rows)
+    return True
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def numbers(sent: Sent) -> dict[int, np.ndarray]:
     found = {}
     for member in sent.members:
         N = member.matrix.shape[1]
-        flat = sent.stored[member.begin : member.begin + member.rows * N * member.dtype.itemsize]
+        flat = sent.there.flat[member.begin : member.begin + member.rows * N * member.dtype.itemsize]
         found[member.at] = flat.view(member.dtype).view(member.rows, N).to(torch.float64, copy=True).numpy()
     return found
 
