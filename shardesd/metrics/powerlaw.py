@@ -56,36 +56,40 @@ def fit_power_laws(eigs_BK: NDArray[np.float64], *, method: str, bins: int) -> l
     B, size = eigs_BK.shape
     if not size:
         return [_NO_FIT] * B
-    tails = _Tails(eigs_BK)
-    starts: list[int | None]
     if method == "xmin_mid":
-        start = max(min(size // 2, size - 2), 0)
-        starts = [start if valid else None for valid in (tails.hill[:, start] > 0).tolist()]
-        distances = tails.distances(start)
-    else:
-        starts, distances = [], []
-        for row, eigs in enumerate(eigs_BK):
-            tail = tails.of(row)
-            valid = tail.valid(*(_peak_window(eigs, bins) if method == "xmin_peak" else (0, size)))
-            best, distance = _least_distance(tail, valid) if valid.size else (None, 1.0)
-            starts.append(best)
-            distances.append(distance)
-    return [
-        _NO_FIT if start is None else _fit(eigs, start, float(tails.hill[row, start]), distances[row])
-        for row, (eigs, start) in enumerate(zip(eigs_BK, starts, strict=True))
-    ]
+        return _fits_from(eigs_BK, max(min(size // 2, size - 2), 0))
+    tails = _Tails(eigs_BK, size)
+    fits: list[Fit] = []
+    for row, eigs in enumerate(eigs_BK):
+        tail = tails.of(row)
+        valid = tail.valid(*(_peak_window(eigs, bins) if method == "xmin_peak" else (0, size)))
+        if valid.size:
+            start, distance = _least_distance(tail, valid)
+            fits.append(
+                _fit(float(tails.hill[row, start]), distance, float(eigs[start]), float(eigs[-1]), size - start)
+            )
+        else:
+            fits.append(_NO_FIT)
+    return fits
+
+
+def _fits_from(eigs_BK: NDArray[np.float64], start: int) -> list[Fit]:
+    """Of each row, with its tail from `start` on. Nothing is computed of what lies below it."""
+    tail_BT = eigs_BK[:, start:]
+    tails = _Tails(tail_BT, eigs_BK.shape[1])
+    columns = tails.hill[:, 0].tolist(), tails.distances(), tail_BT[:, 0].tolist(), tail_BT[:, -1].tolist()
+    return [_fit(*row, tail_BT.shape[1]) if row[0] > 0 else _NO_FIT for row in zip(*columns, strict=True)]
 
 
 _NO_FIT = Fit(alpha=-1.0, D=1.0, fit_xmin=None, fit_xmax=None, n_tail=None, sigma=None, fit_status="no_valid_fit")
 
 
-def _fit(eigs: NDArray[np.float64], start: int, hill: float, distance: float) -> Fit:
-    n_tail = eigs.size - start
+def _fit(hill: float, distance: float, least: float, largest: float, n_tail: int) -> Fit:
     return Fit(
         alpha=1 + hill,
         D=distance,
-        fit_xmin=float(eigs[start]),
-        fit_xmax=float(eigs[-1]),
+        fit_xmin=least,
+        fit_xmax=largest,
         n_tail=n_tail,
         sigma=hill / math.sqrt(n_tail),
         fit_status="ok",
@@ -105,7 +109,8 @@ class _Tails:
     to cancellation, however close or far apart the λ are. (Differences of suffix sums of ln λ would.)
     """
 
-    def __init__(self, eigs_BK: NDArray[np.float64]) -> None:
+    def __init__(self, eigs_BK: NDArray[np.float64], whole: int) -> None:
+        """`eigs_BK`: all λ, or the largest, of spectra of `whole` λ."""
         B, size = eigs_BK.shape
         positive = eigs_BK > 0
         steps = np.zeros((B, size))
@@ -116,7 +121,7 @@ class _Tails:
         self._depth = _suffix_sums(steps)
         """ln(λmax/λ_j); for λ_j ≤ 0 without meaning, and not used."""
         spread = _suffix_sums(n_above * steps)
-        valid = positive & (spread > 0) & (self._depth > size * np.finfo(np.float64).eps)
+        valid = positive & (spread > 0) & (self._depth > whole * np.finfo(np.float64).eps)
         self.hill = np.divide(n_above + 1, spread, out=np.zeros((B, size)), where=valid)
         """α - 1 of every start; 0 where the start is not valid."""
 
@@ -124,9 +129,9 @@ class _Tails:
         """Those of one spectrum."""
         return _Tail(self._depth[row], self.hill[row], self._ranks)
 
-    def distances(self, start: int) -> list[float]:
-        """D of each spectrum's tail from `start` on; without meaning where that is not valid."""
-        return _distances(self._depth[:, start:], self.hill[:, start : start + 1], self._ranks)
+    def distances(self) -> list[float]:
+        """D of each spectrum's longest tail; without meaning where that is not valid."""
+        return _distances(self._depth, self.hill[:, :1], self._ranks)
 
 
 class _Tail:

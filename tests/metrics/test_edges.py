@@ -121,7 +121,7 @@ def test_equal_distances_go_to_the_first() -> None:
 
 def test_the_bounds_never_exceed_the_distance() -> None:
     eigs = np.sort(np.random.default_rng(3).pareto(1.2, 700) + 1)
-    tails = powerlaw._Tails(eigs[None]).of(0)
+    tails = powerlaw._Tails(eigs[None], eigs.size).of(0)
     starts = tails.valid(0, eigs.size)
     assert starts.tolist() == list(range(699))
     distances = np.array([tails.distance(start) for start in starts.tolist()])
