@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
+from shardesd.frozen import record
 from shardesd.records import Row
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ScanStarted:
     model_id: str
     revision: str | None
@@ -26,7 +27,7 @@ class ScanStarted:
     """Rows that an earlier, unfinished run left and that are not computed again."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Fetching:
     """A shard's download has begun, or has got further."""
 
@@ -35,7 +36,7 @@ class Fetching:
     total: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ShardOpened:
     """A shard's header has been read; its matrices follow."""
 
@@ -48,19 +49,19 @@ class ShardOpened:
     exact: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ShardDone:
     shard: str
     number: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class MatrixStarted:
     longname: str
     device: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class RowDone:
     """A row is final: analysed, skipped or failed."""
 
@@ -71,7 +72,7 @@ class RowDone:
     """Its λ were not computed but taken from those that are kept."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """One device at one moment."""
 
@@ -86,7 +87,7 @@ class DeviceReport:
     """Why it is used no more; empty while it is."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class EngineReport:
     """What the engine does at one moment; comes several times a second."""
 
@@ -97,14 +98,14 @@ class EngineReport:
     """Host memory of those in work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Notice:
     """Something that a user should know and that changes no number."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ScanFinished:
     model_id: str
     analysed: int
@@ -128,7 +129,7 @@ GpuState = Literal["ours", "free", "waiting", "busy", "gone"]
 """In use by us; free and not needed; not free for long enough yet; in use by others; not to be seen any more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class BatchStarted:
     """The plan is made, and the work begins."""
 
@@ -146,7 +147,7 @@ class BatchStarted:
     """Bytes of weights a second in earlier runs, where there are any."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ModelStarted:
     model: str
     """The name that all of its events carry: ``org/name`` or ``org/name@revision``."""
@@ -154,7 +155,7 @@ class ModelStarted:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ModelEvent:
     """An event of one model's scan."""
 
@@ -162,7 +163,7 @@ class ModelEvent:
     event: Event
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ModelDone:
     model: str
     analysed: int
@@ -173,7 +174,7 @@ class ModelDone:
     """Another process did it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ModelFailed:
     model: str
     stage: str
@@ -186,7 +187,7 @@ class ModelFailed:
     by_other: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class GpuChanged:
     gpu: str
     """``cuda:0``"""
@@ -196,7 +197,7 @@ class GpuChanged:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class BatchFinished:
     done: int
     failed: int
@@ -209,7 +210,7 @@ class BatchFinished:
     interrupted: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class JobStarted:
     """A command of `shardesd run` has been started."""
 
@@ -221,7 +222,7 @@ class JobStarted:
     pid: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class JobEnded:
     number: int
     command: str

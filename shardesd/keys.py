@@ -13,10 +13,11 @@ from shardesd.checkpoint import Shard
 from shardesd.engine import State
 from shardesd.errors import MatrixError, SourceError
 from shardesd.events import DeviceReport, EngineReport
+from shardesd.frozen import record
 from shardesd.records import NO_ANSWER, NO_DEVICE, NO_MEMORY, MatrixRef, Row, Skip, Spectrum, TensorRef
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Analysed:
     """A final row, its spectrum (None for a failed one) and the bytes of weights that were read for it."""
 
@@ -47,14 +48,14 @@ class OpenShard:
     """What those tensors are read from instead, where its file is evicted."""
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Count:
     """Ranges of tensors that are read for their statistics alone."""
 
     tensors: tuple[TensorRef, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class Key:
     """What a task of the engine is about."""
 

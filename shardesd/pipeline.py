@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from shardesd import matrices, spectra, ties
@@ -306,26 +307,20 @@ class Pipeline:
         known = self._recall.unread(item, shard)
         if known is not None:
             return Task(key=replace(key, kept=True), run=lambda device: self._solver.measured(item, known, kept=True))
-        options, M, N = self.options, item.M, item.N
         host = self._host_bytes(item, shard)
         if not self._fits(item, shard):
-            needs = f"{NEEDS}{size_text(host)}, and --max-memory is {size_text(self.engine.budget)}"
-            return Task(key=key, run=fail(needs))
-        n = min(M, N)
-        flops = item.slices * n * n * (max(M, N) + 4 / 3 * n)
+            words = f"{NEEDS}{size_text(host)}, and --max-memory is {size_text(self.engine.budget)}"
+            return Task(key=key, run=fail(words))
+        options, needs = self.options, _needs(item.M, item.N, item.slices, self.options.solver)
+        together = item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta
         return Task(
             key=key,
             run=lambda device: self._solver.solve(item, shard, device),
             host_bytes=host,
-            device_bytes=spectra.device_bytes(M, N, 4, solver=options.solver),
-            passing_bytes=spectra.passing_bytes(M, N, solver=options.solver),
-            passing_most=spectra.PASSING_BYTES,
-            cost=flops,
             # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
-            deadline=120 + flops / 1e9 + item.tensor.nbytes / 1e6,
-            group=n if item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta else None,
-            most=spectra.batch_size(n),
-            slots=spectra.slots(n),
+            deadline=120 + needs["cost"] / 1e9 + item.tensor.nbytes / 1e6,
+            group=min(item.M, item.N) if together else None,
+            **needs,
         )
 
     def _solve_many(self, tasks: Sequence[Task[Key, Solving]], device: str) -> list[Outcome[Key, Solving]]:
@@ -390,3 +385,16 @@ class Pipeline:
             self._wanted.evict(name)
         if finished and fetcher.done(name):
             self.emit(ShardDone(shard=name, number=state.number))
+
+
+@lru_cache(maxsize=1024)
+def _needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
+    """What a `Task` says of matrices of one size: of experts there are thousands."""
+    n = min(M, N)
+    return {
+        "device_bytes": spectra.device_bytes(M, N, 4, solver=solver),
+        "passing_bytes": spectra.passing_bytes(M, N, solver=solver),
+        "passing_most": spectra.PASSING_BYTES,
+        "cost": slices * n * n * (max(M, N) + 4 / 3 * n),  # flops
+        **{"most": spectra.batch_size(n), "slots": spectra.slots(n)},
+    }

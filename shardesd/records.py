@@ -5,11 +5,13 @@ Shapes in names: ``W_MN`` is rows × columns, ``eigs_K`` the kept eigenvalues. S
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
+
+from shardesd.frozen import record
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 Status = Literal["ok", "skipped", "failed"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class ShardRef:
     """One file of a checkpoint."""
 
@@ -53,7 +55,7 @@ class Encoding(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class TensorRef:
     """One tensor, known from headers alone: as stored, or as a quantised weight is once decoded."""
 
@@ -98,7 +100,7 @@ class TensorRef:
         return prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class MatrixRef:
     """One matrix whose spectrum is computed: which tensor to read, and what to take of it.
 
@@ -128,7 +130,7 @@ class MatrixRef:
         return self.M * self.N * self.slices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Skip:
     """A tensor, or a part of one, that is left out, and why."""
 
@@ -182,7 +184,7 @@ Routine = Literal["two_stage", "cusolver_batched", "eigvalsh", "svd"]
 """What computed λ: the batched two-stage solver, cuSOLVER's batched one, `torch.linalg.eigvalsh`, or an SVD."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@record(frozen=True, slots=True, kw_only=True, eq=False)
 class Spectrum:
     """The λ of one matrix, and how they were obtained."""
 
@@ -198,7 +200,7 @@ class Spectrum:
     """The result of a batched solver failed its check, and `routine` took its place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Fit:
     """A power law on the tail of a spectrum. Formulas: `metrics.powerlaw`."""
 
@@ -211,7 +213,7 @@ class Fit:
     fit_status: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of a model's table; the fields, in this order, are its columns."""
 
@@ -255,7 +257,7 @@ class Row:
     """The weight was decoded from a quantised one (or could not be): what quantisation did to it is in the numbers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class StatsRow:
     """One tensor in the table of ``--stats``; the fields, in this order, are its columns (docs/stats.md)."""
 

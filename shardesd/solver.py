@@ -156,6 +156,8 @@ class Solver:
         before it is known whether a Gram is needed.
         """
         counter = self.counter(item)
+        if counter is None:
+            return None, None
         grams = device != "cpu" and self.options.solver != "svd"
         by_card = grams and self._plain(item) and not isinstance(shard, RangedShard)
         return (None, counter) if by_card else (counter, None)
@@ -164,24 +166,22 @@ class Solver:
         """What opens a matrix; as much as can be done before its turn comes is done at once."""
         by_host, by_card = self._counters(item, shard, device)
         counting = by_host.counting(shard, item.tensor) if by_host and item.longname not in contents else shard
-
-        def counted(matrix: Matrix) -> Matrix:
-            return by_card.tallied(matrix, item.tensor) if by_card else matrix
-
         if self.by_blocks(item, shard, device):
-            opened = nullcontext([counted(ShardMatrix(counting, item.tensor))])
+            matrix = ShardMatrix(counting, item.tensor)
+            opened = nullcontext([by_card.tallied(matrix, item.tensor) if by_card else matrix])
             return lambda: opened
-        return partial(self._read, item, counting, contents, counted)
+        return partial(self._read, item, counting, contents, by_card)
 
     @contextmanager
     def _read(
-        self, item: MatrixRef, shard: Shard, contents: dict[str, str], counted: Callable[[Matrix], Matrix]
+        self, item: MatrixRef, shard: Shard, contents: dict[str, str], by_card: Counter | None
     ) -> Iterator[Sequence[Matrix]]:
         with shard.read(item.tensor) as raw:
             if self.recall.active and item.longname not in contents:
                 contents[item.longname] = digest([raw])
             word = element_word(raw, item.tensor.dtype)
-            yield [counted(StoredMatrix(part, word)) for part in matrices.slices(item, raw)]
+            parts = [StoredMatrix(part, word) for part in matrices.slices(item, raw)]
+            yield [by_card.tallied(part, item.tensor) for part in parts] if by_card else parts
 
     def _pieces(self, item: MatrixRef, shard: Shard) -> Iterator[np.ndarray]:
         """The elements of the matrix's tensor as they are when read, in order, each piece valid until the next."""

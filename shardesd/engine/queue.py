@@ -27,8 +27,8 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
-_GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
-_LOOKS = 20  # whether it is large enough, in this time
+_GATHER, _LOOKS = 0.02, 20  # seconds for which a group that could be larger waits for more of it; looks in this time
+_BREATH = 32  # tasks after which the feeder lets others have the interpreter's lock: each would wait for it 5 ms
 
 
 class Engine:
@@ -208,6 +208,8 @@ class _Run(Generic[K, T]):
     def _feed(self, tasks: Iterable[Task[K, T]]) -> None:
         try:
             for number, task in enumerate(tasks):
+                if self._engine.gpus and not number % _BREATH:
+                    time.sleep(1e-6)
                 with self._changed:
                     # Outcomes that the caller hasn't taken count too: a caller that pauses pauses the scan.
                     if self._pending >= self._engine.reach:
@@ -241,8 +243,7 @@ class _Run(Generic[K, T]):
     def _hire(self, place: Place[K, T]) -> None:
         worker = Worker(place)
         place.workers.append(worker)
-        name = f"shardesd-{place.device.name}-{len(place.workers)}"
-        start(self._work, name, worker)
+        start(self._work, f"shardesd-{place.device.name}-{len(place.workers)}", worker)
 
     def _work(self, worker: Worker[K, T]) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
@@ -27,6 +28,10 @@ def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
     return min(most, max(even - here, most // _LEAST_SHARE, 1))
 
 
+def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
+    return -ticket.task.cost, ticket.number
+
+
 class Ready(Generic[K, T]):
     """Not thread-safe: the engine holds its lock."""
 
@@ -42,16 +47,10 @@ class Ready(Generic[K, T]):
 
     def add(self, ticket: Ticket[K, T]) -> None:
         """Sorts it in: longest first, and of equally long ones the earliest."""
-        key = (-ticket.task.cost, ticket.number)
-        low, high = 0, len(self._tickets)
-        while low < high:
-            middle = (low + high) // 2
-            other = self._tickets[middle]
-            if (-other.task.cost, other.number) < key:
-                low = middle + 1
-            else:
-                high = middle
-        self._tickets.insert(low, ticket)
+        if not self._tickets or _order(self._tickets[-1]) < _order(ticket):  # as it is among thousands of experts
+            self._tickets.append(ticket)
+        else:
+            insort(self._tickets, ticket, key=_order)
         self._groups[ticket.task.group] += 1
 
     def count(self, group: Hashable) -> int:

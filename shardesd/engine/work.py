@@ -6,6 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
+from shardesd.frozen import record
+
 T = TypeVar("T")
 K = TypeVar("K")
 
@@ -13,7 +15,7 @@ Trouble = Literal["task", "memory", "device"]
 """What an exception of a task means: the task itself is at fault; there was no memory; the device is lost."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Task(Generic[K, T]):
     """One piece of work, which any device can do."""
 
@@ -41,7 +43,7 @@ class Task(Generic[K, T]):
     """Little work, for a CPU: done by a thread of its own, whose waits for disks and locks cost the devices nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class Outcome(Generic[K, T]):
     """What became of a task: a value, or the exception that ended it."""
 
@@ -53,7 +55,7 @@ class Outcome(Generic[K, T]):
     """Wall-clock; of tasks that were solved together, each one's share."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class DeviceState(Generic[K]):
     """One device at one moment."""
 
@@ -65,7 +67,7 @@ class DeviceState(Generic[K]):
     """Why it is used no more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record(frozen=True, slots=True, kw_only=True)
 class State(Generic[K]):
     """The engine at one moment."""
 
@@ -89,7 +91,7 @@ class Ticket(Generic[K, T]):
     delivered: bool = field(default=False)
 
 
-@dataclass(frozen=True, slots=True)
+@record(frozen=True, slots=True)
 class FeedError:
     """The caller's iterator of tasks raised: its exception ends `map`, after the tasks before it."""
 

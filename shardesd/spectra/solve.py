@@ -7,6 +7,7 @@ where its rounding (n·ε·λmax) would drown the λ that must be told from zero
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -116,9 +117,9 @@ def compute_many(
     # In few steps for all of them: each of numpy's lets go of the interpreter's lock, which other threads wait for.
     eigs_BN = _scaled(np.maximum(eigs_BN, 0.0), 2 * np.array(exponents)[:, None])
     diverged_B = np.isnan(eigs_BN).any(axis=1).tolist()
+    drowned_B = drowned(eigs_BN, solver, width, resolve).tolist()
     results: list[Spectrum | Exception] = []
-    for at, open_ in enumerate(opened):
-        eigs = eigs_BN[at]
+    for at, (open_, eigs) in enumerate(zip(opened, eigs_BN, strict=True)):
         try:
             if at in errors:
                 raise errors[at]
@@ -126,7 +127,7 @@ def compute_many(
                 raise MatrixError(_UNDERFLOW)
             if diverged_B[at] and solver == "gram":
                 raise MatrixError(_DIVERGED)
-            if diverged_B[at] or drowned(eigs, solver, width, resolve):
+            if diverged_B[at] or drowned_B[at]:
                 with open_() as slices:
                     results.append(replace(compute(slices, solver="svd", device="cpu"), recomputed=at in again))
             else:
@@ -258,10 +259,14 @@ def _exponent(matrix: Matrix) -> int | None:
         raise MatrixError(f"NaN or Inf among its {matrix.shape[0]}×{matrix.shape[1]} elements") from None
 
 
-def drowned(eigs: np.ndarray, solver: str, precision: Precision, resolve: float) -> bool:
-    """Whether λ that `resolve` tells from zero are hidden by the Gram's rounding, which an SVD doesn't have."""
-    rounding = len(eigs) * np.finfo(np.float64).eps * eigs[-1]
-    return bool(solver == "auto" and precision == "float64" and rounding > resolve > 0 and eigs[0] < rounding)
+def drowned(eigs_BN: np.ndarray, solver: str, precision: Precision, resolve: float) -> np.ndarray:
+    """Of each row, whether λ that `resolve` tells from zero are hidden by the Gram's rounding, which an SVD doesn't
+    have."""
+    if solver != "auto" or precision != "float64" or not resolve > 0:
+        return np.zeros(eigs_BN.shape[:-1], bool)
+    rounding_B = eigs_BN.shape[-1] * np.finfo(np.float64).eps * eigs_BN[..., -1]
+    hidden_B: np.ndarray = (rounding_B > resolve) & (eigs_BN[..., 0] < rounding_B)
+    return hidden_B
 
 
 def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
@@ -287,9 +292,10 @@ def _scaled(eigs: np.ndarray, exponent: int | np.ndarray) -> np.ndarray:
 def _spectrum(
     eigs: np.ndarray, routine: Routine, precision: Precision, device: str, seconds: float, *, recomputed: bool = False
 ) -> Spectrum:
-    if not eigs[-1] > 0:
+    largest = float(eigs[-1])
+    if not largest > 0:
         raise MatrixError("all zeros: every λ is 0")
-    if not np.isfinite(eigs[-1]):
+    if not math.isfinite(largest):
         raise MatrixError("the largest λ is beyond float64")
     return Spectrum(
         eigs=eigs,
