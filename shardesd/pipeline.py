@@ -26,6 +26,7 @@ from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
 from shardesd.wanted import Wanted
 
+_FITTING = 2  # threads at least: groups of a GPU may end together
 _Plan = list[MatrixRef | Skip]
 _Item = TypeVar("_Item", bound="MatrixRef | Skip")
 
@@ -78,7 +79,7 @@ class Pipeline:
         self._shared = {one.name: getattr(self.template, one.name) for one in fields(Row)}
         self._ties = ties.among_left(self.checkpoint, self._context)
         self._recall = Recall(self.keep, self.options, [device.name for device in self.engine.devices])
-        self._fitting = ThreadPoolExecutor(max(1, self.engine.gpus), thread_name_prefix="shardesd-fits")
+        self._fitting = ThreadPoolExecutor(max(_FITTING, self.engine.gpus), thread_name_prefix="shardesd-fits")
         self._solver = Solver(self.options, self._recall, self.engine.budget, self._fitting, self._counter)
         self._wanted = Wanted(
             self.checkpoint, self.options, self._plan, matrices.may_be_tied, self._recall, self.done, self.emit
@@ -182,21 +183,21 @@ class Pipeline:
                 self.numels[tensor.name] = tensor.numel
             if self._context.names is None and self.checkpoint.complete:
                 self._learn()
-            plans = {tensor.name: self._plans.pop(tensor, []) or self._plan(tensor) for tensor in shard.tensors}
-            counts = {name: self._count(plan) for name, plan in plans.items()}
-            self._exact += sum(counts.values())
             if not self.checkpoint.complete:
-                self._estimated += matrices.estimate(counts, self._context)
+                self._plans |= {tensor: self._plan(tensor) for tensor in shard.tensors}
+                self._exact += sum(self._count(self._plans[tensor]) for tensor in shard.tensors)
+                self._estimated += matrices.estimate((tensor.name for tensor in shard.tensors), self._context)
             total, exact = self.total()
             self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
             for tensor in shard.tensors:
+                plan = self._plans.pop(tensor, None) or self._plan(tensor)
                 if matrices.may_be_tied(tensor.name):
                     last.append((tensor, self._for_later(state)))
-                    read = any(isinstance(item, MatrixRef) for item in plans[tensor.name])
+                    read = any(isinstance(item, MatrixRef) for item in plan)
                     if not read and not isinstance(shard, RangedShard):  # these know later what is wanted of them
-                        yield from self._counts(tensor, plans[tensor.name], shard)
+                        yield from self._counts(tensor, plan, shard)
                 else:
-                    yield from self._planned(tensor, plans.pop(tensor.name), shard)
+                    yield from self._planned(tensor, plan, shard)
             yield from self._counts_alone(shard, rest=True)
             state.planned = True
             self._left(ref.name, fetcher, 0)
@@ -389,12 +390,11 @@ class Pipeline:
 
 @lru_cache(maxsize=1024)
 def _needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
-    """What a `Task` says of matrices of one size: of experts there are thousands."""
+    """What a `Task` says of matrices of one size, of experts there are thousands; its cost in flops."""
     n = min(M, N)
     return {
         "device_bytes": spectra.device_bytes(M, N, 4, solver=solver),
         "passing_bytes": spectra.passing_bytes(M, N, solver=solver),
         "passing_most": spectra.PASSING_BYTES,
-        "cost": slices * n * n * (max(M, N) + 4 / 3 * n),  # flops
-        **{"most": spectra.batch_size(n), "slots": spectra.slots(n)},
+        **{"cost": slices * n * n * (max(M, N) + 4 / 3 * n), "most": spectra.batch_size(n), "slots": spectra.slots(n)},
     }
