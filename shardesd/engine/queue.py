@@ -55,8 +55,7 @@ class Engine:
         self.prepare = prepare
         self.classify = classify
         self.notice = notice
-        slots = sum(device.slots for device in devices if device.name != "cpu")
-        self.reach = (_REACH * slots or 256) if reach is None else reach
+        self.reach = reach or _REACH * sum(device.slots for device in devices if device.name != "cpu") or 256
         """Tasks that are pulled from the caller's iterator before their outcomes are taken."""
 
     @property
@@ -309,10 +308,11 @@ class _Run(Generic[K, T]):
                     self._ready.add(ticket)
                 self._changed.notify_all()
                 return None
+            left, here = self._ready.count(group) + 1, place.in_work(group) - 1
             others = [p.in_work(group) for p in self._places if p.is_gpu and p is not place]
             self._ready.take_like(
                 worker,
-                share(self._ready.count(group) + 1, most, place.in_work(group) - 1, others),
+                share(left, most, here, others, ends=self._all_here.is_set()),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )
