@@ -191,7 +191,7 @@ class HubSource:
             # Another process that changes the cache at this moment makes huggingface_hub pass over a model.
             if wait is not None:
                 time.sleep(wait)
-        raise SourceError(f"'{path or name}' {why}")
+        raise SourceError(f"'{path or name or cache_folder()}' {why}")
 
     def remove_unfinished(self, name: str) -> None:
         """Remove what killed downloads of a file's content have left in the Hub cache."""
@@ -274,6 +274,7 @@ def scan_cache(repo_id: str) -> Any:
     """
     from huggingface_hub import scan_cache_dir
 
+    os.makedirs(cache_folder(), exist_ok=True)  # on a machine that has downloaded nothing yet
     held: Any = scan_cache_dir(cache_folder())
     if not hasattr(held, "delete_files"):
         raise SourceError(

@@ -114,6 +114,16 @@ def test_without_evict_all_stay(hub: HubServer, folder: Path, tmp_path: Path, mo
     assert len(on_disk(tmp_path / "hub-cache")) == 10
 
 
+def test_the_first_scan_of_a_machine_can_evict(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing has been downloaded there is no cache yet."""
+    use_hub(monkeypatch, hub, tmp_path / "home" / "hub-cache")
+    hub.add("org/name", folder)
+    assert shardesd.scan("org/name", evict=True).layers.height == 61
+    assert not on_disk(tmp_path / "home" / "hub-cache")
+
+
 def test_content_that_another_commit_uses_stays(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
