@@ -35,9 +35,9 @@ def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndar
     n = min(matrix.shape)
     gram = np.empty((n, n), dtype, order="F")
     beta = 0.0
-    for axis, block in _blocks(matrix, dtype):
+    for axis, block in _blocks(matrix, np.dtype(np.float64) if exponent else dtype):  # float32 may not hold them yet
         if exponent:
-            np.ldexp(block, -exponent, out=block)
+            block = np.ldexp(block, -exponent, out=block).astype(dtype, copy=False)
         syrk(block.T if axis == 0 else block, gram, beta)
         beta = 1.0
     return gram
@@ -65,6 +65,7 @@ def grams_cuda(
     together: launching work for each by itself takes longer than the work.
     """
     total: _Sum | None = None
+    lost = -1  # a matrix whose other blocks are of no use any more
     with closing(uploads(opened, grams.device, pack=True)) as sent:
         for one in sent:
             if isinstance(one, Failed):
@@ -74,12 +75,13 @@ def grams_cuda(
             try:
                 if one.packed:
                     _multiply(one, grams, tallies)
-                else:
+                elif one.members[0].at != lost:
                     (member,) = one.members
                     total = total or _Sum(member.matrix, grams[member.at], tallies=tallies)
                     if total.add(one.block()):
                         total = None
             except Exception as error:
+                total, lost = None, one.members[0].at
                 for member in one.members:
                     on_error(member.at, error)
 
@@ -150,13 +152,15 @@ class _Sum:
         return self._whole
 
     def _add(self, block: torch.Tensor) -> None:
-        wide = block.to(self._gram.dtype)
         exact = self._total is self._gram
-        if self._tallies is not None:
-            self._tallies.add([self._matrix], block, wide if exact else None)
-        if self._exponent:  # in two factors: one alone may be beyond float64
+        if self._exponent:  # in two factors: one alone may be beyond float64, and float32 would not hold the elements
             half = self._exponent // 2
-            wide = wide * math.ldexp(1.0, -half) * math.ldexp(1.0, half - self._exponent)
+            scaled = block.double() * math.ldexp(1.0, -half) * math.ldexp(1.0, half - self._exponent)
+            wide = scaled.to(self._gram.dtype)
+        else:
+            wide = block.to(self._gram.dtype)
+        if self._tallies is not None:
+            self._tallies.add([self._matrix], block, wide if exact and not self._exponent else None)
         if exact:
             _add_lower(self._gram, wide)
         else:

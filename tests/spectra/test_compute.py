@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
+from gpu_on_cpu import staged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardesd import spectra
+from shardesd.checkpoint import StoredMatrix
 from shardesd.errors import MatrixError
 from shardesd.records import Spectrum
 from shardesd.spectra import gram, lapack
@@ -183,3 +187,21 @@ def test_weights_too_small_for_their_squares_are_not_called_zeros(solver: str) -
     with pytest.raises(MatrixError, match="all zeros"):
         spectra.compute([Array(np.zeros((4, 4)))], solver=solver)
     assert spectra.compute([tiny, Array(np.eye(4))], solver=solver).eigs[-1] == 1
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("size", [1e-70, 1e60])
+def test_elements_beyond_float32_are_scaled_before_they_are_rounded(
+    size: float, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    W = size * np.random.default_rng(0).standard_normal((70, 9))
+    matrix = StoredMatrix(W, "F64")
+    if together:
+        staged(monkeypatch)
+        opened = [lambda: nullcontext([matrix])] * 2
+        (found, _) = spectra.compute_many(opened, n=9, precision="float32", device="cpu")
+    else:
+        found = spectra.compute([matrix], precision="float32", device="cpu")
+    assert isinstance(found, Spectrum)
+    expected = reference(W)
+    assert np.abs(found.eigs - expected).max() <= 1e-5 * expected[-1]

@@ -18,11 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from shardesd import spectra
 from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
-from shardesd.records import Matrix, ShardRef
+from shardesd.records import Matrix, ShardRef, Spectrum
+from shardesd.spectra import cublas, upload
 from shardesd.spectra import staging as buffers
-from shardesd.spectra import upload
 from shardesd.spectra.staging import BUFFERS
 from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
 
@@ -176,6 +177,32 @@ def test_one_that_raises_costs_itself_alone(staging: Staging) -> None:
             **dict.fromkeys((2, 3, 5, 7), OSError),
         }
         assert {at for at, W in found.items() if np.array_equal(W, good)} == {0, 4, 6, 8}
+
+
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_a_product_that_is_refused_costs_its_matrix_alone(
+    staging: Staging, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four blocks, be it the first, one between, or the last."""
+    Ws = [RNG.standard_normal((400, 5)) for _ in range(4)]
+    calls = 0
+    add_lower = cublas.add_lower
+
+    def refuse(total: torch.Tensor, block: torch.Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise ValueError("not this one")
+        add_lower(total, block)
+
+    monkeypatch.setattr(cublas, "add_lower", refuse)
+    first, *others = spectra.compute_many([opened(StoredMatrix(W, "F64")) for W in Ws], n=5, device="cpu")
+    assert calls == call + 12
+    assert isinstance(first, ValueError)
+    for W, found in zip(Ws[1:], others, strict=True):
+        assert isinstance(found, Spectrum)
+        expected = np.linalg.svd(W, compute_uv=False)[::-1] ** 2
+        assert np.abs(found.eigs - expected).max() <= 1e-12 * expected[-1]
 
 
 def test_what_is_wider_than_it_is_stored_is_sent_all_the_same(staging: Staging) -> None:
