@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from shardesd.engine.devices import Device
-from shardesd.engine.work import Task, Ticket
+from shardesd.engine.work import DeviceState, Task, Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -58,6 +58,16 @@ class Place(Generic[K, T]):
     def in_work(self, group: Hashable) -> int:
         """How many tasks of a group are worked on here."""
         return sum(ticket.task.group == group for worker in self.workers for ticket in worker.tickets)
+
+    def state(self) -> DeviceState[K]:
+        """What there is to tell of it."""
+        return DeviceState(
+            name=self.device.name,
+            working=tuple(ticket.task.key for worker in self.workers for ticket in worker.tickets),
+            done=self.done,
+            device_bytes=self.device_bytes,
+            retired=self.retired,
+        )
 
     def slots_of(self, ticket: Ticket[K, T]) -> int:
         """How many a task takes here."""

@@ -20,7 +20,7 @@ from shardesd.engine.devices import Device
 from shardesd.engine.places import Place, Worker
 from shardesd.engine.ready import Ready, share
 from shardesd.engine.threads import close_at_exit, start
-from shardesd.engine.work import DeviceState, FeedError, Outcome, State, Task, Ticket, Trouble
+from shardesd.engine.work import FeedError, Outcome, State, Task, Ticket, Trouble
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -102,7 +102,7 @@ class _Run(Generic[K, T]):
         self._done: queue.SimpleQueue[Outcome[K, T] | FeedError | BaseException | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
-        self._closed = False
+        self._closed = self._fed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
         self._refill = engine.reach - max(1, engine.reach // 8)
@@ -162,16 +162,7 @@ class _Run(Generic[K, T]):
     def _state(self) -> State[K]:
         with self._changed:
             return State(
-                devices=tuple(
-                    DeviceState(
-                        name=place.device.name,
-                        working=tuple(t.task.key for worker in place.workers for t in worker.tickets),
-                        done=place.done,
-                        device_bytes=place.device_bytes,
-                        retired=place.retired,
-                    )
-                    for place in self._places
-                ),
+                devices=tuple(place.state() for place in self._places),
                 ready=len(self._ready),
                 host_bytes=self._host_bytes(),
             )
@@ -228,6 +219,7 @@ class _Run(Generic[K, T]):
         except BaseException as error:
             self._done.put(FeedError(error))
         finally:
+            self._fed = True
             self._all_here.set()
 
     def _over(self) -> bool:
@@ -308,11 +300,12 @@ class _Run(Generic[K, T]):
                     self._ready.add(ticket)
                 self._changed.notify_all()
                 return None
-            left, here = self._ready.count(group) + 1, place.in_work(group) - 1
             others = [p.in_work(group) for p in self._places if p.is_gpu and p is not place]
+            left = self._ready.count(group) + 1
+            ends = self._fed and left > len(self._ready)  # nothing of another group will be left to do
             self._ready.take_like(
                 worker,
-                share(left, most, here, others, ends=self._all_here.is_set()),
+                share(left, most, place.in_work(group) - 1, others, ends=ends),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )

@@ -23,8 +23,8 @@ def share(left: int, most: int, here: int, others: Sequence[int], *, ends: bool 
     """How many of the `left` tasks of a group a GPU takes at once, `most` being the best size.
 
     So many that each GPU has as many in work, where `here` are in work on this one and `others` on each other one:
-    slots of one GPU don't divide them, since two small groups at once take longer than one. But where no more will come
-    (`ends`), groups of many grow smaller, so that little is left to do when the last one has been read.
+    slots of one GPU don't divide them, since two small groups at once take longer than one. But where these are all
+    that will ever be left (`ends`), groups of many grow smaller: little is then to be done once the last one is read.
     """
     even = -(-(left + here + sum(others)) // (1 + len(others)))
     least = max(most // _LEAST_SHARE, 1)

@@ -129,6 +129,21 @@ def test_the_last_groups_are_the_smallest() -> None:
     assert batches == [128, 128, 128, 64, 32, 32]
 
 
+def test_groups_stay_large_while_there_is_other_work() -> None:
+    """Still to come, since the feeder pauses where tasks are not done as fast as it makes them; or of other groups."""
+    batches: list[int] = []
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        batches.append(len(batch))
+        time.sleep(0.01)
+        return together(batch, device)
+
+    work = [Task(key=i, run=fail, group=i % 8, most=128) for i in range(2048)]
+    assert len(list(Engine((GPU,), budget=100, reach=512).map(work, run_many=run_many))) == 2048
+    assert min(batches[:16]) >= 48, "64 of each wait when the feeder pauses"
+    assert len(batches) <= 40, "2048 / 64 and some more for the last group"
+
+
 def test_large_ones_are_never_taken_together() -> None:
     assert share(3, 1, 1, [0, 0, 0]) == 1
     work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1, slots=1) for i in range(12)]
