@@ -27,7 +27,8 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
-_GATHER, _LOOKS = 0.02, 20  # seconds for which a group that could be larger waits for more of it; looks in this time
+_GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
+_LOOKS = 20  # whether it is large enough, in this time
 _BREATH = 32  # tasks after which the feeder lets others have the interpreter's lock: each would wait for it 5 ms
 
 
@@ -55,7 +56,8 @@ class Engine:
         self.prepare = prepare
         self.classify = classify
         self.notice = notice
-        self.reach = reach or _REACH * sum(device.slots for device in devices if device.name != "cpu") or 256
+        slots = sum(device.slots for device in devices if device.name != "cpu")
+        self.reach = (_REACH * slots or 256) if reach is None else reach
         """Tasks that are pulled from the caller's iterator before their outcomes are taken."""
 
     @property
@@ -102,7 +104,7 @@ class _Run(Generic[K, T]):
         self._done: queue.SimpleQueue[Outcome[K, T] | FeedError | BaseException | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
-        self._closed = self._fed = False
+        self._closed = False
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
         self._refill = engine.reach - max(1, engine.reach // 8)
@@ -219,7 +221,6 @@ class _Run(Generic[K, T]):
         except BaseException as error:
             self._done.put(FeedError(error))
         finally:
-            self._fed = True
             self._all_here.set()
 
     def _over(self) -> bool:
@@ -234,7 +235,8 @@ class _Run(Generic[K, T]):
     def _hire(self, place: Place[K, T]) -> None:
         worker = Worker(place)
         place.workers.append(worker)
-        start(self._work, f"shardesd-{place.device.name}-{len(place.workers)}", worker)
+        name = f"shardesd-{place.device.name}-{len(place.workers)}"
+        start(self._work, name, worker)
 
     def _work(self, worker: Worker[K, T]) -> None:
         try:
@@ -301,11 +303,9 @@ class _Run(Generic[K, T]):
                 self._changed.notify_all()
                 return None
             others = [p.in_work(group) for p in self._places if p.is_gpu and p is not place]
-            left = self._ready.count(group) + 1
-            ends = self._fed and left > len(self._ready)  # nothing of another group will be left to do
             self._ready.take_like(
                 worker,
-                share(left, most, place.in_work(group) - 1, others, ends=ends),
+                share(self._ready.count(group) + 1, most, place.in_work(group) - 1, others),
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )

@@ -15,23 +15,17 @@ K = TypeVar("K")
 
 MOST_PASSED_OVER = 32
 """After so many smaller tasks went before it for want of memory, a task is waited for."""
-_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided
-_MANY = 128  # the best size of groups of which a half takes about half as long
+_LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 
-def share(left: int, most: int, here: int, others: Sequence[int], *, ends: bool = False) -> int:
+def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
     """How many of the `left` tasks of a group a GPU takes at once, `most` being the best size.
 
     So many that each GPU has as many in work, where `here` are in work on this one and `others` on each other one:
-    slots of one GPU don't divide them, since two small groups at once take longer than one. But where these are all
-    that will ever be left (`ends`), groups of many grow smaller: little is then to be done once the last one is read.
+    slots of one GPU don't divide them, since two small groups at once take longer than one.
     """
     even = -(-(left + here + sum(others)) // (1 + len(others)))
-    least = max(most // _LEAST_SHARE, 1)
-    taken = max(even - here, least)
-    if ends and most >= _MANY:
-        taken = min(taken, max(-(-left // 2), least))
-    return min(most, taken)
+    return min(most, max(even - here, most // _LEAST_SHARE, 1))
 
 
 def _order(ticket: Ticket[K, T]) -> tuple[float, int]:

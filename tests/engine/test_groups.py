@@ -105,45 +105,6 @@ def test_each_gpu_has_as_many_in_work(left: int, here: int, others: list[int], t
     assert share(left, 16, here, others) == taken
 
 
-@pytest.mark.parametrize(
-    ("left", "most", "others", "taken"),
-    [
-        *((600, 128, [], 128), (256, 128, [], 128), (200, 128, [], 100), (128, 128, [], 64), (64, 128, [], 32)),
-        *((33, 128, [], 32), (20, 128, [], 32), (128, 128, [0], 64), (40, 128, [90], 32), (16, 16, [], 16)),
-    ],
-)
-def test_at_the_end_groups_of_many_grow_smaller(left: int, most: int, others: list[int], taken: int) -> None:
-    """Or all that was read last has to be solved and fitted when nothing else is left to do."""
-    assert share(left, most, 0, others, ends=True) == taken
-
-
-def test_the_last_groups_are_the_smallest() -> None:
-    batches: list[int] = []
-
-    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
-        batches.append(len(batch))
-        return together(batch, device)
-
-    work = [Task(key=i, run=fail, group="n", most=128) for i in range(512)]
-    assert len(list(Engine((GPU,), budget=100).map(work, run_many=run_many))) == 512
-    assert batches == [128, 128, 128, 64, 32, 32]
-
-
-def test_groups_stay_large_while_there_is_other_work() -> None:
-    """Still to come, since the feeder pauses where tasks are not done as fast as it makes them; or of other groups."""
-    batches: list[int] = []
-
-    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
-        batches.append(len(batch))
-        time.sleep(0.01)
-        return together(batch, device)
-
-    work = [Task(key=i, run=fail, group=i % 8, most=128) for i in range(2048)]
-    assert len(list(Engine((GPU,), budget=100, reach=512).map(work, run_many=run_many))) == 2048
-    assert min(batches[:16]) >= 48, "64 of each wait when the feeder pauses"
-    assert len(batches) <= 40, "2048 / 64 and some more for the last group"
-
-
 def test_large_ones_are_never_taken_together() -> None:
     assert share(3, 1, 1, [0, 0, 0]) == 1
     work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1, slots=1) for i in range(12)]
