@@ -30,9 +30,12 @@ ShardesdError                 the message is one line a user can act on
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 _LONG_WORD = re.compile(r"\S{201,}")
 _LONGEST = 1500
+
+_E = TypeVar("_E", bound=Exception)
 
 
 class ShardesdError(Exception):
@@ -136,3 +139,14 @@ class MadeOtherwise(ResultsError):
 
 class Held(ResultsError):
     """Another process is writing the same results at this moment."""
+
+
+def bare(error: _E) -> _E:
+    """`error`, to be kept for a row, without the frames in which it was raised; one that ends the command keeps them.
+
+    Frames hold all that was worked on there, a GPU's memory too, and where one of them holds the error in turn, only
+    Python's collector of cycles would ever let go of it.
+    """
+    if isinstance(error, MatrixError) or not isinstance(error, ShardesdError):
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error

@@ -14,6 +14,7 @@ import numpy as np
 
 from shardesd import matrices, metrics, spectra
 from shardesd.checkpoint import RangedShard, Shard, ShardMatrix, StoredMatrix, element_word
+from shardesd.errors import bare
 from shardesd.keep import Recall, digest
 from shardesd.options import ScanOptions
 from shardesd.records import Matrix, MatrixRef, Spectrum, TensorRef
@@ -102,7 +103,7 @@ class Solver:
             except Exception as error:
                 if spectra.trouble(error) != "task":
                     raise
-                result = error
+                result = bare(error)
             return result, time.perf_counter() - started
 
         if self.recall.active:  # at once, or a GPU would wait for one digest after the other
@@ -233,7 +234,7 @@ class Solver:
             try:
                 self._note(*pairs[at], contents, spectrum, kept=False)
             except Exception as error:  # costs one row
-                found[at] = error
+                found[at] = bare(error)
         left = [at for at in solved if at not in found]
         try:
             eigs_BN = np.stack([solved[at].eigs for at in left])
@@ -244,7 +245,7 @@ class Solver:
                 try:
                     found[at] = self.measured(pairs[at][0], solved[at], kept=False)
                 except Exception as error:
-                    found[at] = error
+                    found[at] = bare(error)
             return found
 
     def _how(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shardesd.engine.work import Outcome, Task
+from shardesd.errors import bare
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -21,11 +22,11 @@ def attempt(tasks: Sequence[Task[K, T]], device: str, run_many: RunMany[K, T] | 
         try:
             return run_many(tasks, device)
         except Exception as error:
-            return [Outcome(key=task.key, error=error, device=device) for task in tasks]
+            return [Outcome(key=task.key, error=bare(error), device=device) for task in tasks]
     (task,) = tasks
     started = time.perf_counter()
     try:
         value = task.run(device)
     except Exception as error:
-        return [Outcome(key=task.key, error=error, device=device, seconds=time.perf_counter() - started)]
+        return [Outcome(key=task.key, error=bare(error), device=device, seconds=time.perf_counter() - started)]
     return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]

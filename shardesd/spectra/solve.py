@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from shardesd.errors import MatrixError
+from shardesd.errors import MatrixError, bare
 from shardesd.records import Matrix, Routine, Spectrum
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
@@ -97,7 +97,7 @@ def compute_many(
     def failed(at: int, error: Exception) -> None:
         if trouble(error) != "task":
             raise error
-        errors[at] = error
+        errors[at] = bare(error)
         grams[at] = 0
 
     tallies = Tallies()
@@ -136,7 +136,7 @@ def compute_many(
         except Exception as error:
             if trouble(error) != "task":
                 raise
-            results.append(error)
+            results.append(bare(error))
     return results
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
 
 import pytest
 
 from shardesd.engine import Device, Engine, Outcome, Task, Trouble, queue
+from shardesd.errors import SourceError
 
 
 class NoMemory(Exception):
@@ -243,3 +247,39 @@ def test_no_thread_for_the_cpu_that_takes_over_ends_the_scan(monkeypatch: pytest
     engine = Engine((Device("cuda:0", slots=2),), budget=100, classify=classify)
     with pytest.raises(RuntimeError, match="can't start new thread"):
         list(engine.map([Task(key=i, run=run) for i in range(3)]))
+
+
+class Large:
+    """What a task works on."""
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_an_outcome_holds_its_error_and_nothing_that_was_worked_on(together: bool) -> None:
+    made: list[ref[Large]] = []
+
+    def fail(*given: object) -> Any:
+        large = Large()
+        made.append(ref(large))
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise ValueError("outer") from error
+
+    work = [Task(key=i, run=fail, group="n" if together else None, most=4) for i in range(4)]
+    gc.disable()
+    try:
+        outcomes = list(Engine((Device("cuda:0"),), budget=100).map(work, run_many=fail))
+        assert made
+        assert all(one() is None for one in made)
+    finally:
+        gc.enable()
+    assert [str(outcome.error) for outcome in outcomes] == ["outer"] * 4
+
+
+def test_an_error_that_ends_the_command_keeps_where_it_came_from() -> None:
+    def fail(device: str) -> None:
+        raise SourceError("the file is gone")
+
+    (outcome,) = Engine((Device("cpu"),), budget=100).map([Task(key=1, run=fail)])
+    assert outcome.error is not None
+    assert outcome.error.__traceback__ is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +204,39 @@ def test_a_product_that_is_refused_costs_its_matrix_alone(
         assert isinstance(found, Spectrum)
         expected = np.linalg.svd(W, compute_uv=False)[::-1] ** 2
         assert np.abs(found.eigs - expected).max() <= 1e-12 * expected[-1]
+
+
+def test_what_failed_holds_no_memory(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch's Grams take much of a GPU: they go when they are needed no more, not when Python's collector comes."""
+    n = 23
+    Ws = [RNG.standard_normal((400, n)) for _ in range(6)]
+    Ws[1][7, 7] = np.nan
+    Ws[2][:] = 0.0
+    Ws[3] *= 1e200
+    monkeypatch.setattr(cublas, "add_lower", failing_once(cublas.add_lower))
+
+    def grams() -> list[torch.Tensor]:
+        return [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape[-2:] == (n, n)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        found = spectra.compute_many([opened(StoredMatrix(W, "F64")) for W in Ws], n=n, device="cpu")
+        assert [isinstance(one, Exception) for one in found] == [True, True, True, True, False, False]
+        assert not grams()
+    finally:
+        gc.enable()
+
+
+def failing_once(call: Callable[..., None]) -> Callable[..., None]:
+    calls = iter([True])
+
+    def run(*given: Any) -> None:
+        if next(calls, False):
+            raise ValueError("not this one")
+        call(*given)
+
+    return run
 
 
 def test_what_is_wider_than_it_is_stored_is_sent_all_the_same(staging: Staging) -> None:
