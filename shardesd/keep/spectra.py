@@ -124,10 +124,10 @@ class Keep:
                         self._changed.notify_all()
                         return
                 self._files.put_all((key, *entry) for key, entry in self._leaving.items())
-        except OSError as error:
-            folder = self._files.folder.parent
-            self._warn(f"spectra are not kept: {folder} can't be written ({error.strerror or error})")
-        self._stop()
+        except Exception as error:  # whatever it is, nobody may wait for this thread
+            self._stop()
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self._warn(f"spectra are not kept: {self._files.folder.parent} can't be written ({why})")
 
     def _stop(self) -> None:
         with self._changed:

@@ -19,8 +19,9 @@ from hub_server import HubServer, use_hub
 from safetensors.numpy import load_file, save_file
 
 import shardesd
-from shardesd.events import MatrixStarted, RowDone
+from shardesd.events import MatrixStarted, Notice, RowDone
 from shardesd.keep import Keep
+from shardesd.keep.files import Files
 
 
 def scanned(place: Any, **options: Any) -> tuple[shardesd.Result, int, int]:
@@ -252,3 +253,20 @@ def test_statistics_read_what_kept_spectra_would_not(tmp_path: Path, monkeypatch
     drop = [name for name in ("model_id", "revision") if name in pl.read_csv(expected).columns]
     for one in found:
         assert pl.read_csv(one).drop(drop).equals(pl.read_csv(expected).drop(drop))
+
+
+def test_what_cannot_be_kept_for_any_reason_ends_no_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes may have no memory; and nobody waits for it when it has gone."""
+
+    def no_memory(self: Files, entries: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Files, "put_all", no_memory)
+    said: list[str] = []
+    result = shardesd.scan(
+        one_file(tmp_path / "model", random_weights()),
+        cache_dir=tmp_path / "kept",
+        on_event=lambda event: said.append(event.message) if isinstance(event, Notice) else None,
+    )
+    assert result.layers["status"].to_list() == ["ok"] * result.layers.height
+    assert [words for words in said if "not kept" in words and "MemoryError" in words]
