@@ -112,9 +112,13 @@ class _Run(Generic[K, T]):
         close_at_exit(self)
         self._places = [Place[K, T](device) for device in engine.devices]
         self._aside = Place[K, T](replace(engine.fallback, slots=1))  # has its worker once there is something for it
-        for place in self._places:
-            self._staff(place)
-        start(self._feed, "shardesd-feeder", tasks)
+        try:
+            for place in self._places:
+                self._staff(place)
+            start(self._feed, "shardesd-feeder", tasks)
+        except BaseException:  # the system allows no more threads
+            self.close()
+            raise
 
     # The caller's thread
 
@@ -211,10 +215,10 @@ class _Run(Generic[K, T]):
                         self._all_here.clear()
                     if self._over():
                         return
-                    self._pending += 1
-                    self._ready.add(Ticket(task, number))
                     if task.aside and not self._aside.workers:
                         self._staff(self._aside)
+                    self._pending += 1
+                    self._ready.add(Ticket(task, number))
                     if task.aside or any(place.is_open_to(task) for place in self._places):
                         self._changed.notify_all()
             self._done.put(None)
@@ -235,8 +239,11 @@ class _Run(Generic[K, T]):
     def _hire(self, place: Place[K, T]) -> None:
         worker = Worker(place)
         place.workers.append(worker)
-        name = f"shardesd-{place.device.name}-{len(place.workers)}"
-        start(self._work, name, worker)
+        try:
+            start(self._work, f"shardesd-{place.device.name}-{len(place.workers)}", worker)
+        except BaseException:
+            place.workers.remove(worker)
+            raise
 
     def _work(self, worker: Worker[K, T]) -> None:
         try:

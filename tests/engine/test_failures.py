@@ -249,6 +249,27 @@ def test_no_thread_for_the_cpu_that_takes_over_ends_the_scan(monkeypatch: pytest
         list(engine.map([Task(key=i, run=run) for i in range(3)]))
 
 
+@pytest.mark.parametrize("refused", ["shardesd-cpu-1", "shardesd-cuda:0-3", "shardesd-feeder"])
+def test_where_a_thread_cannot_start_the_others_end(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one for what is done aside, one of a device's, or the one that feeds them."""
+    real = queue.start
+
+    def start(target: Callable[..., None], name: str, *args: object) -> None:
+        if name == refused:
+            raise RuntimeError("can't start new thread")
+        real(target, name, *args)
+
+    monkeypatch.setattr(queue, "start", start)
+    before = set(threading.enumerate())
+    engine = Engine((Device("cuda:0", slots=4),), budget=100)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(engine.map([Task(key=i, run=lambda device: None, aside=i == 1) for i in range(3)]))
+    until = time.monotonic() + 10
+    while set(threading.enumerate()) - before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+
+
 class Large:
     """What a task works on."""
 
