@@ -21,6 +21,10 @@ LARGEST_N = 1024
 _REAL = {"torch.float32": 0, "torch.float64": 1}  # cudaDataType
 _VALUES_ONLY, _LOWER = 0, 0
 _local = threading.local()
+_STATUS = {
+    **{1: "NOT_INITIALIZED", 2: "ALLOC_FAILED", 3: "INVALID_VALUE", 4: "ARCH_MISMATCH", 5: "MAPPING_ERROR"},
+    **{6: "EXECUTION_FAILED", 7: "INTERNAL_ERROR", 8: "MATRIX_TYPE_NOT_SUPPORTED", 9: "NOT_SUPPORTED"},
+}
 
 
 def available() -> bool:
@@ -90,7 +94,9 @@ def _handle(library: Any, device: torch.device) -> tuple[ctypes.c_void_p, ctypes
 
 def _check(status: int, what: str) -> None:
     if status:
-        raise RuntimeError(f"cusolverDn{what} failed with status {status}")
+        name = _STATUS.get(status, str(status))
+        # torch's words, see `policy`
+        raise RuntimeError(f"cusolver error: CUSOLVER_STATUS_{name}, when calling cusolverDn{what}")
 
 
 @cache

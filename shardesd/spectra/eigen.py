@@ -78,9 +78,15 @@ def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
             again = two_stage.recompute(gram_BNN, eigs_BN, verdict_B)
             return Eigenvalues(eigs_BN.cpu().numpy(), "two_stage", again)
     if _cusolver_takes(n, B):
-        eigs_BN, info_B = cusolver.eigvalsh_batched(gram_BNN)
-        eigs_BN[info_B != 0] = torch.nan
-        return Eigenvalues(eigs_BN.to("cpu", torch.float64).numpy(), "cusolver_batched")
+        try:
+            eigs_BN, info_B = cusolver.eigvalsh_batched(gram_BNN)
+        except Exception as error:
+            if trouble(error) != "task":
+                raise
+            # It was refused, so the matrices are as they were.
+        else:
+            eigs_BN[info_B != 0] = torch.nan
+            return Eigenvalues(eigs_BN.to("cpu", torch.float64).numpy(), "cusolver_batched")
     return Eigenvalues(_one_by_one(gram_BNN).to("cpu", torch.float64).numpy(), "eigvalsh")
 
 

@@ -66,24 +66,32 @@ def grams_cuda(
     """
     total: _Sum | None = None
     lost = -1  # a matrix whose other blocks are of no use any more
+    left = set(range(len(opened)))  # what is in their places is nothing yet
     with closing(uploads(opened, grams.device, pack=True)) as sent:
         for one in sent:
             if isinstance(one, Failed):
                 total = None
+                left.discard(one.at)
                 on_error(one.at, one.error)
                 continue
-            try:
-                if one.packed:
-                    _multiply(one, grams, tallies)
-                elif one.members[0].at != lost:
-                    (member,) = one.members
-                    total = total or _Sum(member.matrix, grams[member.at], tallies=tallies)
-                    if total.add(one.block()):
-                        total = None
-            except Exception as error:
-                total, lost = None, one.members[0].at
-                for member in one.members:
-                    on_error(member.at, error)
+            for run in _alike(one.members) if one.packed else [one.members]:
+                first = run[0]
+                try:
+                    if one.packed:
+                        _multiply(one, run, grams, tallies)
+                        left.difference_update(member.at for member in run)
+                    elif first.at != lost:
+                        total = total or _Sum(first.matrix, grams[first.at], tallies=tallies)
+                        if total.add(one.block()):
+                            total = None
+                            left.discard(first.at)
+                except Exception as error:
+                    total, lost = None, first.at
+                    left.difference_update(member.at for member in run)
+                    for member in run:
+                        on_error(member.at, error)
+    for at in left:
+        on_error(at, RuntimeError("it did not arrive on the GPU"))
 
 
 def count_cuda(matrix: Tallied, device: str) -> None:
@@ -176,23 +184,22 @@ def _blocks_on(device: torch.device, matrix: Matrix) -> Iterator[torch.Tensor]:
             yield one.block()
 
 
-def _multiply(sent: Sent, grams: torch.Tensor, tallies: Tallies) -> None:
-    """Puts the Gram of each member into its place of `grams`; the equal ones that stand together, together."""
+def _multiply(sent: Sent, run: Sequence[Member], grams: torch.Tensor, tallies: Tallies) -> None:
+    """Puts the Grams of equal members that stand together into their places of `grams`, together."""
     import torch
 
-    for run in _alike(sent.members):
-        first, count = run[0], len(run)
-        M, N = first.matrix.shape
-        step = _step(first)
-        given = sent.there.view(first.dtype, (count, M, N), (step // first.dtype.itemsize, N, 1), first.begin)
-        wide = given.to(grams.dtype)
-        exact = grams.dtype == torch.float64
-        tallies.add([member.matrix for member in run], given, wide if exact else None)
-        if cublas.takes(grams):
-            cublas.multiply_each(wide, grams, first.at)
-        else:
-            short = wide if M < N else wide.mT
-            torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
+    first, count = run[0], len(run)
+    M, N = first.matrix.shape
+    step = _step(first)
+    given = sent.there.view(first.dtype, (count, M, N), (step // first.dtype.itemsize, N, 1), first.begin)
+    wide = given.to(grams.dtype)
+    exact = grams.dtype == torch.float64
+    tallies.add([member.matrix for member in run], given, wide if exact else None)
+    if cublas.takes(grams):
+        cublas.multiply_each(wide, grams, first.at)
+    else:
+        short = wide if M < N else wide.mT
+        torch.bmm(short, short.mT, out=grams[first.at : first.at + count])
 
 
 def _alike(members: Sequence[Member]) -> Iterator[list[Member]]:

@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from shardesd.errors import bare
 from shardesd.spectra import driver
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Staging:
                         self._left += 1
                     if late or not isinstance(error, RuntimeError):
                         raise
-                    failed = error  # with no memory for one more, those that there are will do
+                    failed = bare(error)  # with no memory for one more, those that there are will do
             if failed is not None and self._left >= BUFFERS:  # there are none, and none is being made
                 raise failed
             with suppress(Empty):

@@ -306,20 +306,22 @@ class _Pack:
         awaited, self._awaited = self._awaited, []
         if not awaited:
             return
-        (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
         try:
-            matrix = first.through(last) if len(awaited) > 1 else first
-            place = self._buffer.memory[begin : begin + nbytes(matrix)]
-            rows = matrix.rows(0, matrix.shape[0], place)
-        except Exception as error:
+            self._read_all(awaited)
+        except Exception as error:  # whatever it is: no Gram may be taken for made that isn't
             self._others += [Failed(at, error) for at, _, _ in awaited]
-            return
-        if not _lies_in(place, rows):  # it is wider than it is stored, since an adapter is merged into it
+
+    def _read_all(self, awaited: Sequence[tuple[int, Matrix, int]]) -> None:
+        (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
+        matrix = first.through(last) if len(awaited) > 1 else first
+        place = self._buffer.memory[begin : begin + nbytes(matrix)]
+        rows = matrix.rows(0, matrix.shape[0], place)
+        if _lies_in(place, rows):
+            self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
+        else:  # it is wider than it is stored, since an adapter is merged into it
             ((at, matrix, _),) = awaited
             member = Member(at, matrix, 0, rows.dtype, matrix.shape[0])
             self._others.append(_Loaded(_bytes(rows), rows.nbytes, None, [member], packed=True))
-            return
-        self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
 
 
 def _lies_in(place: np.ndarray, rows: torch.Tensor) -> bool:

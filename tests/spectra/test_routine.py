@@ -234,6 +234,26 @@ def test_what_an_error_means(text: str, meant: str) -> None:
     assert spectra.trouble(RuntimeError(text)) == meant
 
 
+@pytest.mark.parametrize(
+    ("status", "meant"), [(1, "memory"), (2, "memory"), (3, "task"), (6, "device"), (7, "device"), (9, "task")]
+)
+def test_what_cusolver_s_status_means(status: int, meant: str) -> None:
+    with pytest.raises(RuntimeError, match="CUSOLVER_STATUS_") as raised:
+        cusolver._check(status, "XsyevBatched")
+    assert spectra.trouble(raised.value) == meant
+
+
+def test_what_cusolver_refuses_is_solved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    W = np.random.default_rng(0).standard_normal((3, 40, 50))
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: False)
+    monkeypatch.setattr(eigen, "_cusolver_takes", lambda n, batch: True)
+    monkeypatch.setattr(cusolver, "eigvalsh_batched", lambda grams: cusolver._check(9, "XsyevBatched"))
+    eigs, routine, again = eigen.eigvalsh_many(torch.from_numpy(W @ W.swapaxes(1, 2)))
+    assert (routine, list(again)) == ("eigvalsh", [])
+    expected = np.linalg.svd(W, compute_uv=False)[:, ::-1] ** 2
+    assert np.abs(eigs - expected).max() <= 1e-12 * expected.max()
+
+
 def test_what_the_driver_refuses_is_no_lost_device() -> None:
     """A kernel's attribute, or machine code that is too new: another solver takes over on the same GPU."""
     for words in ("cuKernelSetAttribute failed: CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION: …"):

@@ -23,7 +23,7 @@ from shardesd import spectra
 from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
 from shardesd.records import Matrix, ShardRef, Spectrum
-from shardesd.spectra import cublas, upload
+from shardesd.spectra import cublas, gram, upload
 from shardesd.spectra import staging as buffers
 from shardesd.spectra.staging import BUFFERS
 from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
@@ -206,6 +206,53 @@ def test_a_product_that_is_refused_costs_its_matrix_alone(
         assert np.abs(found.eigs - expected).max() <= 1e-12 * expected[-1]
 
 
+def right(W: np.ndarray, found: Spectrum | Exception) -> bool:
+    if isinstance(found, Exception):
+        return False
+    expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+    return bool(np.abs(found.eigs - expected).max() <= 1e-12 * expected[-1])
+
+
+def test_a_refused_product_costs_those_that_were_multiplied_together(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one upload, those of another shape are none of its matter."""
+    Ws = [RNG.standard_normal((9 + at // 4, 5)) for at in range(12)]
+    monkeypatch.setattr(cublas, "multiply_each", failing_once(cublas.multiply_each))
+    found = spectra.compute_many([opened(StoredMatrix(W, "F64")) for W in Ws], n=5, device="cpu")
+    assert [right(*pair) for pair in zip(Ws, found, strict=True)] == [False] * 4 + [True] * 8
+
+
+def test_what_cannot_be_put_into_its_place_is_not_taken_for_read(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {f"t{i}": RNG.standard_normal((8, 8)) for i in range(5)}
+    alone = RNG.standard_normal((8, 8))
+    monkeypatch.setattr(upload, "_lies_in", failing_once(upload._lies_in))
+    with files(tmp_path, tensors) as shard:
+        items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
+        found = spectra.compute_many([*items, opened(StoredMatrix(alone, "F64"))], n=8, device="cpu")
+    assert [str(one) for one in found[:5]] == ["not this one"] * 5
+    assert right(alone, found[5])
+
+
+def test_a_gram_that_nothing_was_made_of_is_not_taken_for_one(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the reason may be: its memory holds what lay there before."""
+    Ws = [RNG.standard_normal((400 if at == 3 else 9, 5)) for at in range(5)]
+
+    def some(*given: Any, **how: Any) -> Iterator[Sent | Failed]:
+        for number, one in enumerate(uploads(*given, **how)):
+            if number != 2:  # a block of the large one
+                yield one
+
+    monkeypatch.setattr(gram, "uploads", some)
+    found = spectra.compute_many([opened(StoredMatrix(W, "F64")) for W in Ws], n=5, device="cpu")
+    assert [right(*pair) for pair in zip(Ws, found, strict=True)] == [True, True, True, False, True]
+    assert "did not arrive" in str(found[3])
+
+
 def test_what_failed_holds_no_memory(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch's Grams take much of a GPU: they go when they are needed no more, not when Python's collector comes."""
     n = 23
@@ -228,13 +275,13 @@ def test_what_failed_holds_no_memory(staging: Staging, monkeypatch: pytest.Monke
         gc.enable()
 
 
-def failing_once(call: Callable[..., None]) -> Callable[..., None]:
+def failing_once(call: Callable[..., Any]) -> Callable[..., Any]:
     calls = iter([True])
 
-    def run(*given: Any) -> None:
+    def run(*given: Any) -> Any:
         if next(calls, False):
             raise ValueError("not this one")
-        call(*given)
+        return call(*given)
 
     return run
 
