@@ -180,7 +180,7 @@ class HubSource:
                         if repo.repo_type == "model" and repo.repo_id == self._repo_id
                         for revision in repo.revisions
                         for file in revision.files
-                        if file.file_path == path
+                        if _real(file.file_path) == _real(path)
                     )
                 ).execute()
                 if not path.exists():
@@ -296,6 +296,11 @@ def _from_cache(address: HubAddress) -> HubSource | None:
     if not _COMMIT.fullmatch(commit) or not snapshot.is_dir():
         return None
     return HubSource(address, commit, list(LocalSource(snapshot).files()), partial=True)
+
+
+def _real(link: Path) -> Path:
+    """Where a link of the cache lies, itself not followed: huggingface_hub's own paths follow those before it."""
+    return link.parent.resolve() / link.name
 
 
 def _repo_folder(repo_id: str) -> Path:

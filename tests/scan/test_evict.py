@@ -124,6 +124,33 @@ def test_the_first_scan_of_a_machine_can_evict(
     assert not on_disk(tmp_path / "home" / "hub-cache")
 
 
+@pytest.mark.parametrize("how", ["through a link", "relative", "through a link within"])
+def test_the_cache_may_lie_anywhere(
+    how: str, hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home, or the cache in it, that is elsewhere is common where disks are shared."""
+    real, cache = tmp_path / "large disk" / "hub", tmp_path / "home" / "hub"
+    real.mkdir(parents=True)
+    if how == "through a link":
+        cache.parent.symlink_to(real.parent, target_is_directory=True)
+    elif how == "relative":
+        monkeypatch.chdir(tmp_path)
+        cache = Path("large disk/hub")
+    else:
+        cache.mkdir(parents=True)
+        (real / "models--org--name").mkdir()
+        (cache / "models--org--name").symlink_to(real / "models--org--name", target_is_directory=True)
+    use_hub(monkeypatch, hub, cache)
+    hub.add("org/name", folder)
+    said: list[str] = []
+    result = shardesd.scan(
+        "org/name", evict=True, fetch="shards", on_event=lambda event: said.append(getattr(event, "message", ""))
+    )
+    assert result.layers.height == 61
+    assert not [words for words in said if "removed" in words]
+    assert not on_disk(real)
+
+
 def test_content_that_another_commit_uses_stays(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
