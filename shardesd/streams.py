@@ -13,7 +13,10 @@ _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 def open_streams() -> None:
     """Opens what is closed to nothing, so that no other file gets its number and is written to by mistake; what an
-    encoding lacks is escaped from now on."""
+    encoding lacks is escaped from now on. A width or height of 0 is none, which rich would take at its word."""
+    for size in ("COLUMNS", "LINES"):
+        if not os.environ.get(size, "1").strip("0 "):
+            del os.environ[size]
     for number, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(number)

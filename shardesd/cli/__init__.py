@@ -8,7 +8,6 @@ nothing.
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -62,9 +61,8 @@ from shardesd.cli.inspect import inspect
 from shardesd.cli.models import models
 from shardesd.cli.refit import refit
 from shardesd.cli.run import run
-from shardesd.cli.session import errors, interruptible, keep_what_is_loaded
+from shardesd.cli.session import errors, interruptible, keep_what_is_loaded, say, unwritable
 from shardesd.cli.summarize import summarize
-from shardesd.errors import ResultsError
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.streams import encodable_json, open_streams, settle_streams
 from shardesd.version import __version__
@@ -93,8 +91,7 @@ def main() -> None:
     try:
         app()
     except OSError as error:  # of `--help` and the like; commands have their own
-        with suppress(OSError):
-            typer.echo(f"error: can't write to stdout: {(error.strerror or str(error)).lower()}", err=True)
+        say(f"error: {unwritable(error)}")
         sys.exit(1)
     finally:
         settle_streams()
@@ -265,4 +262,4 @@ def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool, v
         raise
     except OSError as error:
         where = f"; the results are in {finished.files[0]}" if finished.files else ""
-        raise ResultsError(f"can't write to stdout: {(error.strerror or str(error)).lower()}{where}") from error
+        raise unwritable(error, where) from error

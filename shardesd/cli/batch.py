@@ -54,7 +54,7 @@ from shardesd.cli.arguments import (
     gpu_options,
     scan_options,
 )
-from shardesd.cli.session import at_once, errors, interruptible, keep_what_is_loaded, on_hangup
+from shardesd.cli.session import at_once, errors, interruptible, keep_what_is_loaded, on_hangup, say, tell
 from shardesd.options import (
     BatchOptions,
     GpuOptions,
@@ -169,7 +169,7 @@ def _dry_run(listed: ModelList, output: OutputOptions, options: ScanOptions, how
         why = model.failure.message if model.failure else f"on {model.row.base}" if model.row.base else kind
         rows.append((model.row.name, model.state, model.nbytes, why))
     for line in plan_lines(rows, plan.left_bytes, plan.eta):
-        typer.echo(line)
+        tell(line)
     raise typer.Exit(3 if _hopeless(plan) or any(not problem.repeats for problem in listed.problems) else 0)
 
 
@@ -181,9 +181,9 @@ def _say_problems(listed: ModelList, how: BatchOptions) -> None:
     from shardesd.batch import unmet
 
     for problem in listed.problems:
-        typer.echo(f"{'note' if problem.repeats else 'left out'}: {problem}", err=True)
+        say(f"{'note' if problem.repeats else 'left out'}: {problem}")
     for glob in unmet(listed, how):
-        typer.echo(f"note: --only '{glob}' matches no model of the list", err=True)
+        say(f"note: --only '{glob}' matches no model of the list")
 
 
 def _run(
@@ -227,7 +227,7 @@ def _run(
             for row in rows:
                 if json:
                     result = load_result(work.out, row.model_id, row.revision)
-                    typer.echo(dumps(result.summary))
+                    tell(dumps(result.summary))
     raise typer.Exit(exit_code(finished[-1]))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from shardesd.cli.arguments import MAX_CACHE, CacheDir, MaxCache
-from shardesd.cli.session import errors
+from shardesd.cli.session import errors, tell
 from shardesd.options import ScanOptions, parse_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def info(cache_dir: CacheDir = _DIR) -> None:
     """Say where it is and how much it holds."""
     with errors(False):
         held = _keep(cache_dir).contents()
-        typer.echo(f"{held.folder}: {held.entries:,} entries, {held.nbytes / 1e6:,.1f} MB")
+        tell(f"{held.folder}: {held.entries:,} entries, {held.nbytes / 1e6:,.1f} MB")
 
 
 @cache.command()
@@ -53,4 +53,4 @@ def _prune(cache_dir: str | None, limit: int) -> None:
     keep = _keep(cache_dir)
     removed = keep.prune(limit)
     left = keep.contents()
-    typer.echo(f"removed {removed:,} entries, {left.entries:,} ({left.nbytes / 1e6:,.1f} MB) left in {left.folder}")
+    tell(f"removed {removed:,} entries, {left.entries:,} ({left.nbytes / 1e6:,.1f} MB) left in {left.folder}")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from shardesd.cli.arguments import Json, Out, Verbose
-from shardesd.cli.session import errors
+from shardesd.cli.session import errors, tell
 from shardesd.options import OutputOptions
 
 _OUTPUT = OutputOptions()
@@ -31,9 +31,9 @@ def doctor(
         for finding in examine(Path(out), network=network):
             bad |= finding.grade == "bad"
             if json:
-                typer.echo(dumps(asdict(finding)))
+                tell(dumps(asdict(finding)))
                 continue
-            typer.echo(f"{finding.grade:<4}  {finding.name:<8}  {finding.found}")
+            tell(f"{finding.grade:<4}  {finding.name:<8}  {finding.found}")
             if finding.remedy:
-                typer.echo(f"{'':16}→ {finding.remedy}")
+                tell(f"{'':16}→ {finding.remedy}")
         raise typer.Exit(1 if bad else 0)

@@ -26,7 +26,7 @@ from shardesd.cli.arguments import (
     Verbose,
     scan_options,
 )
-from shardesd.cli.session import errors
+from shardesd.cli.session import errors, tell
 from shardesd.options import ScanOptions
 
 _SCAN = ScanOptions()
@@ -61,4 +61,4 @@ def inspect(
 
         options = scan_options(locals())
         found = asdict(run(repo, options, revision=revision, base=base))
-        typer.echo(dumps(found) if json else "\n".join(inspection_lines(found)))
+        tell(dumps(found) if json else "\n".join(inspection_lines(found)))

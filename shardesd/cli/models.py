@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardesd.cli.arguments import Quiet, Verbose
-from shardesd.cli.session import at_once, errors
+from shardesd.cli.session import at_once, errors, say, tell
 
 if TYPE_CHECKING:
     from shardesd.batch import ListRow, ModelList
@@ -107,15 +107,15 @@ def check(
         listed = read_list(source)
         wrong = 0
         for problem in listed.problems:
-            typer.echo(f"{'note' if problem.repeats else 'wrong'}: {problem}")
+            tell(f"{'note' if problem.repeats else 'wrong'}: {problem}")
             wrong += not problem.repeats
         with at_once():
             for row, why in unreachable(listed) if reach else ():
-                typer.echo(f"wrong: line {row.line}: {why}")
+                tell(f"wrong: line {row.line}: {why}")
                 wrong += 1
         adapters = sum(row.base is not None for row in listed.rows)
         extra = f", columns of its own: {', '.join(listed.columns)}" if listed.columns else ""
-        typer.echo(f"{len(listed.rows)} models, {adapters} of them adapters, {wrong} wrong{extra}")
+        tell(f"{len(listed.rows)} models, {adapters} of them adapters, {wrong} wrong{extra}")
         raise typer.Exit(3 if wrong else 0)
 
 
@@ -123,7 +123,7 @@ def _filled(listed: ModelList) -> ModelList:
     from shardesd.lists import filled
 
     def failed(row: ListRow, error: ShardesdError) -> None:
-        typer.echo(f"note: not filled: {error}", err=True)
+        say(f"note: not filled: {error}")
 
     with at_once():
         return filled(listed, failed)
@@ -134,7 +134,7 @@ def _end(listed: ModelList, to: str, quiet: bool) -> None:
     for problem in listed.problems:
         wrong += not problem.repeats
         if not quiet:
-            typer.echo(f"{'note' if problem.repeats else 'left out'}: {problem}", err=True)
+            say(f"{'note' if problem.repeats else 'left out'}: {problem}")
     if not quiet:
-        typer.echo(f"{len(listed.rows)} models written to {to}", err=True)
+        say(f"{len(listed.rows)} models written to {to}")
     raise typer.Exit(3 if wrong else 0)

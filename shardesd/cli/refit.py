@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from shardesd.cli.arguments import Bins, FilterZeros, FixFingers, Quiet, Thresh, Verbose, scan_options
-from shardesd.cli.session import errors
+from shardesd.cli.session import errors, say
 from shardesd.options import ScanOptions
 
 _SCAN = ScanOptions()
@@ -31,5 +31,5 @@ def refit(
         for model in run(folder, options):
             failed += bool(model.problem)
             if model.problem or not quiet:
-                typer.echo(f"{model.name}: {model.problem or f'{model.rows} rows'}", err=True)
+                say(f"{model.name}: {model.problem or f'{model.rows} rows'}")
         raise typer.Exit(3 if failed else 0)

@@ -22,7 +22,7 @@ from shardesd.cli.arguments import (
     Verbose,
     gpu_options,
 )
-from shardesd.cli.session import errors, interruptible, on_hangup
+from shardesd.cli.session import errors, interruptible, on_hangup, say
 from shardesd.options import GpuOptions, OutputOptions
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(
         def show(event: JobEvent | GpuChanged) -> None:
             line = _line(event, len(listed), verbose)
             if line and not (quiet and not (isinstance(event, JobEnded) and event.state != "done")):
-                typer.echo(line, err=True)
+                say(line)
 
         with _watch(gpu, show) as watch:
             work: Commands | None = None
@@ -88,7 +88,7 @@ def run(
         if not quiet:
             before = f" ({counts.before} of them before)" if counts.before else ""
             left = f", {counts.left} left" if counts.left else ""
-            typer.echo(f"{counts.done} done{before}, {counts.failed} failed{left}; see {out}/commands.csv", err=True)
+            say(f"{counts.done} done{before}, {counts.failed} failed{left}; see {out}/commands.csv")
         raise typer.Exit(3 if counts.failed or counts.left else 0)
 
 

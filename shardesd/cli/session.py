@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
-from shardesd.errors import ShardesdError
+from shardesd.errors import ResultsError, ShardesdError
 
 
 @cache
@@ -42,13 +42,34 @@ def errors(verbose: bool) -> Iterator[None]:
         _fail(f"unexpected {type(error).__name__}: {error} (--verbose shows where; please report it)", verbose)
 
 
-def _fail(message: str, verbose: bool) -> NoReturn:
-    with suppress(OSError):
-        if verbose:
-            import traceback
+def tell(line: str) -> None:
+    """On stdout, at once. Raises `ResultsError` where that takes nothing, BrokenPipeError where nobody reads it."""
+    try:
+        typer.echo(line)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise unwritable(error) from error
 
+
+def unwritable(error: OSError, more: str = "") -> ResultsError:
+    """What is said where stdout takes nothing."""
+    return ResultsError(f"can't write to stdout: {(error.strerror or str(error)).lower()}{more}")
+
+
+def say(line: str) -> None:
+    """On stderr; lost where that takes nothing, since no work may depend on it."""
+    with suppress(OSError):
+        typer.echo(line, err=True)
+
+
+def _fail(message: str, verbose: bool) -> NoReturn:
+    if verbose:
+        import traceback
+
+        with suppress(OSError):
             traceback.print_exc()
-        typer.echo(f"error: {' '.join(message.split())}", err=True)
+    say(f"error: {' '.join(message.split())}")
     raise typer.Exit(1)
 
 

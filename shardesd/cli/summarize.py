@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardesd.cli.arguments import Format, Json, Quiet, Verbose
-from shardesd.cli.session import errors
+from shardesd.cli.session import errors, tell
 from shardesd.options import OutputOptions
 
 _OUTPUT = OutputOptions()
@@ -32,7 +32,7 @@ def summarize(
         if json:
             import json as json_module
 
-            typer.echo(json_module.dumps(asdict(digest)))
+            tell(json_module.dumps(asdict(digest)))
         elif not quiet:
             for line in digest_lines(digest):
-                typer.echo(line)
+                tell(line)

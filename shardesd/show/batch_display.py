@@ -14,7 +14,7 @@ from shardesd.events import BatchEvent, BatchFinished, BatchStarted, ModelDone, 
 from shardesd.show.batch_live import batch_picture
 from shardesd.show.batch_plain import batch_lines
 from shardesd.show.batch_progress import BatchProgress
-from shardesd.show.display import PER_SECOND, is_live, writer
+from shardesd.show.display import PER_SECOND, is_live, on_stderr, writer
 from shardesd.show.text import Lines, encodable
 
 BatchListener = Callable[[BatchEvent], None]
@@ -30,7 +30,7 @@ def batch_display(
     called from several threads.
     """
     live = is_live(console) and not quiet
-    console = console or Console(stderr=True)
+    console = console or on_stderr()
     if live:
         with _live(console) as listener:
             yield listener

@@ -24,6 +24,11 @@ Listener = Callable[[Event], None]
 PER_SECOND = 4
 
 
+def on_stderr() -> Console:
+    """What is shown there may be lost; no work depends on it."""
+    return Console(file=cast(TextIO, Unfailing(sys.stderr)))
+
+
 @contextmanager
 def display(
     *, quiet: bool = False, verbose: bool = False, json: bool = False, console: Console | None = None
@@ -36,7 +41,7 @@ def display(
     or where stdout is not a terminal). The listener may be called from several threads.
     """
     live = is_live(console)
-    console = console or Console(file=cast(TextIO, Unfailing(sys.stderr)))
+    console = console or on_stderr()
     if quiet:
         yield _quiet(console)
     elif live:

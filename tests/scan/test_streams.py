@@ -67,6 +67,29 @@ def test_help_into_a_full_disk(arguments: tuple[str, ...]) -> None:
     assert (done.returncode, done.stderr) == (1, b"error: can't write to stdout: no space left on device\n")
 
 
+@FULL
+@pytest.mark.parametrize("what", ["inspect", "inspect --json", "summarize", "summarize --json", "cache info"])
+def test_what_other_commands_tell_into_a_full_disk(what: str, folder: Path, tmp_path: Path) -> None:
+    place = {"inspect": [folder], "summarize": [tmp_path / "results"], "cache": []}[what.split()[0]]
+    if what.startswith("summarize"):
+        assert not shell(command("scan", folder, "--out", *place), ">/dev/null").returncode
+    done = shell(command(*what.split(), *place), ">/dev/full", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    assert (done.returncode, done.stderr) == (1, b"error: can't write to stdout: no space left on device\n")
+
+
+@pytest.mark.parametrize("redirection", ["2>&-", "2>&1 | true", pytest.param("2>/dev/full", marks=FULL)])
+def test_a_batch_goes_on_whatever_becomes_of_stderr(folder: Path, tmp_path: Path, redirection: str) -> None:
+    (tmp_path / "list.txt").write_text(f"{folder}\n{folder}\n")  # the second is told of
+    shell(command("batch", tmp_path / "list.txt", "--out", tmp_path / "results", "--device", "cpu"), redirection)
+    assert (tmp_path / "results" / "models" / "model.csv").exists()
+
+
+def test_a_width_of_nothing_is_none(folder: Path, tmp_path: Path) -> None:
+    done = shell(command("scan", folder, "--out", tmp_path / "results"), "", COLUMNS="0", LINES="0")
+    assert done.returncode == 0
+    assert b"3 matrices" in done.stdout
+
+
 @pytest.mark.parametrize("redirection", ["2>&-", pytest.param("2>/dev/full", marks=FULL)])
 def test_an_error_that_nobody_can_read_is_an_exit_code(tmp_path: Path, redirection: str) -> None:
     assert shell(command("scan", tmp_path / "nowhere"), redirection).returncode == 1
