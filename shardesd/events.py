@@ -255,7 +255,7 @@ LASTING = {
     "adapter": "the adapter can't be merged into its base",
     "other_options": "results made with other options are there (--overwrite replaces them)",
     "refused": "the source answered with something that will not pass",
-    "results": "the output folder can't be written",
+    "results": "the output folder can't be written, or what it holds can't be read",
     "unexpected": "an error that shardesd did not foresee",
 }
 """Reasons of failures that don't pass; their models are tried again only when it is asked for."""

@@ -21,7 +21,7 @@ from shardesd.batch.failures import Failure, classify
 from shardesd.batch.listing import ModelList
 from shardesd.batch.model import ListRow
 from shardesd.checkpoint import open_checkpoint
-from shardesd.errors import ShardesdError
+from shardesd.errors import ResultsError, ShardesdError
 from shardesd.options import BatchOptions, ScanOptions
 from shardesd.results import find_finished
 from shardesd.source import open_source
@@ -30,6 +30,8 @@ from shardesd.version import __version__
 State = Literal["new", "half done", "done", "failed", "impossible"]
 _AT_ONCE = 8
 _POLL_SECONDS = 0.1
+_OF_THE_OUTPUT = ("other_options", "results")
+"""Failures that the output folder shows anew each time, if they are still there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +128,17 @@ def make_plan(
                 failure = Failure(stage="plan", reason="other_options", message=message)
                 at_hand.append(Planned(row=row, state="impossible", failure=failure))
                 continue
-            failed = finished.rows()[1]
-            again = failed > 0 and finished.may_pass()
+            try:
+                failed = finished.rows()[1]
+                again = failed > 0 and finished.may_pass()
+            except ResultsError as error:  # of this one; the others go on
+                failure = Failure(stage="plan", reason="results", message=str(error))
+                at_hand.append(Planned(row=row, state="impossible", failure=failure))
+                continue
             at_hand.append(Planned(row=row, state="half done" if again else "done", failed_rows=failed))
             continue
         earlier = failures.get(row.key)
-        if earlier and not earlier.passing and not retry_failed and earlier.reason != "other_options":
+        if earlier and not earlier.passing and not retry_failed and earlier.reason not in _OF_THE_OUTPUT:
             at_hand.append(Planned(row=row, state="failed", failure=earlier))
             continue
         journal = out / "partial" / f"{row.stem}.jsonl"

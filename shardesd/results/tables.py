@@ -134,7 +134,9 @@ def read_table(path: str | Path) -> pl.DataFrame:
         )
     except (OSError, ValueError, AttributeError, TypeError, pl.exceptions.PolarsError) as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ResultsError(f"can't read the table {path}: {reason}; move it away, or scan again") from error
+        raise ResultsError(
+            f"can't read the table {path}: {reason}; move it away, or scan again with --overwrite"
+        ) from error
     return found.with_columns(pl.col(name).fill_null(text) for name, text in _TEXT_DEFAULTS.items())
 
 

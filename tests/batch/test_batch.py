@@ -145,6 +145,19 @@ def test_what_may_pass_is_tried_again_after_the_others(
     assert pl.read_csv(tmp_path / "out" / "failed_models.csv").is_empty()
 
 
+def test_a_finished_table_that_cannot_be_read_costs_its_own_model(tmp_path: Path) -> None:
+    places = [str(one_file(tmp_path / name, random_weights())) for name in ("one", "two")]
+    batch(places[:1], tmp_path / "out")
+    (tmp_path / "out" / "models" / "one.csv").write_bytes(b"")
+    events = batch(places, tmp_path / "out")
+    (failure,) = [event for event in events if isinstance(event, ModelFailed)]
+    assert (failure.model, failure.reason) == ("one", "results")
+    assert "--overwrite" in failure.message
+    assert started(events) == ["two"]
+    assert (tmp_path / "out" / "models" / "two.csv").exists()
+    assert started(batch(places[:1], tmp_path / "out", overwrite=True)) == ["one"]
+
+
 def test_results_of_other_options_are_not_done(tmp_path: Path) -> None:
     folder = one_file(tmp_path / "model", random_weights())
     batch([str(folder)], tmp_path / "out")
