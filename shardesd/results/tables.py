@@ -36,7 +36,7 @@ def _column_types() -> dict[str, type]:
 
 COLUMN_TYPES: Mapping[str, type] = MappingProxyType(_column_types())
 SCHEMA: Mapping[str, pl.DataType] = MappingProxyType({name: _POLARS[kind] for name, kind in COLUMN_TYPES.items()})
-_TEXT_DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str)}
+_TEXT_DEFAULTS = {f.name: f.default for f in fields(Row) if isinstance(f.default, str)} | {"longname": ""}
 
 
 _KINDS = tuple(COLUMN_TYPES[name] for name in ROW_COLUMNS)

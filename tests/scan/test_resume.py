@@ -43,6 +43,33 @@ def test_a_second_run_computes_nothing(folder: Path, tmp_path: Path) -> None:
     assert "already done" in result.stderr
 
 
+@pytest.mark.parametrize("lines", [1, 30])
+def test_a_table_that_was_cut_short_is_not_taken_for_done(folder: Path, tmp_path: Path, lines: int) -> None:
+    """By a copy that was not finished, say."""
+    assert cli("scan", folder, "--out", tmp_path / "results").exit_code == 0
+    table = tmp_path / "results" / "models" / "model.csv"
+    table.write_text("".join(table.read_text().splitlines(keepends=True)[:lines]))
+    result = cli("scan", folder, "--out", tmp_path / "results")
+    assert result.exit_code == 1
+    assert f"has {lines - 1} analysed rows" in result.stderr
+    assert "λ of 60 matrices" in result.stderr
+    assert len(table.read_text().splitlines()) == lines
+    assert cli("scan", folder, "--out", tmp_path / "results", "--overwrite").exit_code == 0
+    assert len(table.read_text().splitlines()) == 61
+
+
+def test_a_tensor_without_a_name_is_read_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    folder = one_file(tmp_path / "model", {"": rng.standard_normal((12, 12)), "b.weight": rng.standard_normal((9, 12))})
+    out = tmp_path / "results"
+    assert cli("scan", folder, "--out", out).exit_code == 0
+    assert "already done" in cli("scan", folder, "--out", out).stderr
+    assert cli("refit", out, "--fix-fingers", "DKS").exit_code == 0
+    table = pl.read_csv(out / "models" / "model.csv")
+    assert table["longname"].fill_null("").to_list() == ["", "b"]
+    assert table["status"].to_list() == ["ok", "ok"]
+
+
 def test_a_failed_row_of_a_finished_scan_is_still_a_failure(tmp_path: Path) -> None:
     tensors = random_weights()
     tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] = np.nan
