@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,20 @@ def sides(item: MatrixRef | Skip) -> tuple[int, int]:
         return item.M, item.N
     shape = item.tensor.shape
     return (shape[0], shape[1]) if len(shape) >= 2 else (shape[0] if shape else 1, 1)
+
+
+@lru_cache(maxsize=1024)
+def needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
+    """What a `Task` says of matrices of one size, of experts there are thousands; its cost in flops."""
+    n = min(M, N)
+    return {
+        "device_bytes": spectra.device_bytes(M, N, 4, solver=solver),
+        "passing_bytes": spectra.passing_bytes(M, N, solver=solver),
+        "passing_most": spectra.PASSING_BYTES,
+        "cost": slices * n * n * (max(M, N) + 4 / 3 * n),
+        "most": spectra.batch_size(n),
+        "slots": spectra.slots(n),
+    }
 
 
 def fail(reason: str) -> Callable[[str], Any]:

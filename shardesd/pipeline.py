@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any, TypeVar
 
 from shardesd import matrices, spectra, ties
@@ -18,7 +17,7 @@ from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
 from shardesd.events import Event, MatrixStarted, Notice, RowDone, ShardDone, ShardOpened
 from shardesd.keep import Keep, Recall
-from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, not_counted, reason_of, sides
+from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, needs, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import NEEDS, MatrixRef, Row, Skip, TensorRef
 from shardesd.solver import Solver, Solving, factors, settled
@@ -312,16 +311,17 @@ class Pipeline:
         if not self._fits(item, shard):
             words = f"{NEEDS}{size_text(host)}, and --max-memory is {size_text(self.engine.budget)}"
             return Task(key=key, run=fail(words))
-        options, needs = self.options, _needs(item.M, item.N, item.slices, self.options.solver)
+        options = self.options
+        size = needs(item.M, item.N, item.slices, options.solver)
         together = item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta
         return Task(
             key=key,
             run=lambda device: self._solver.solve(item, shard, device),
             host_bytes=host,
             # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
-            deadline=120 + needs["cost"] / 1e9 + item.tensor.nbytes / 1e6,
+            deadline=120 + size["cost"] / 1e9 + item.tensor.nbytes / 1e6,
             group=min(item.M, item.N) if together else None,
-            **needs,
+            **size,
         )
 
     def _solve_many(self, tasks: Sequence[Task[Key, Solving]], device: str) -> list[Outcome[Key, Solving]]:
@@ -386,15 +386,3 @@ class Pipeline:
             self._wanted.evict(name)
         if finished and fetcher.done(name):
             self.emit(ShardDone(shard=name, number=state.number))
-
-
-@lru_cache(maxsize=1024)
-def _needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
-    """What a `Task` says of matrices of one size, of experts there are thousands; its cost in flops."""
-    n = min(M, N)
-    return {
-        "device_bytes": spectra.device_bytes(M, N, 4, solver=solver),
-        "passing_bytes": spectra.passing_bytes(M, N, solver=solver),
-        "passing_most": spectra.PASSING_BYTES,
-        **{"cost": slices * n * n * (max(M, N) + 4 / 3 * n), "most": spectra.batch_size(n), "slots": spectra.slots(n)},
-    }

@@ -61,7 +61,7 @@ from shardesd.cli.inspect import inspect
 from shardesd.cli.models import models
 from shardesd.cli.refit import refit
 from shardesd.cli.run import run
-from shardesd.cli.session import errors, interruptible, keep_what_is_loaded, say, unwritable
+from shardesd.cli.session import errors, interruptible, keep_what_is_loaded, on_stdout, say, unwritable
 from shardesd.cli.summarize import summarize
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.streams import encodable_json, open_streams, settle_streams
@@ -252,14 +252,9 @@ def _print(result: Result, finished: ScanFinished, *, json: bool, quiet: bool, v
 
     if quiet and not json:
         return
-    try:
+    with on_stdout(f"; the results are in {finished.files[0]}" if finished.files else ""):
         if json:
             sys.stdout.write(encodable_json(result.layers.write_ndjson(), sys.stdout.encoding))
         else:
             print_report(result.layers, finished, view=view, stats=result.stats)
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        where = f"; the results are in {finished.files[0]}" if finished.files else ""
-        raise unwritable(error, where) from error

@@ -43,13 +43,20 @@ def errors(verbose: bool) -> Iterator[None]:
 
 
 def tell(line: str) -> None:
-    """On stdout, at once. Raises `ResultsError` where that takes nothing, BrokenPipeError where nobody reads it."""
-    try:
+    """On stdout, at once. Raises as `on_stdout` does."""
+    with on_stdout():
         typer.echo(line)
+
+
+@contextmanager
+def on_stdout(more: str = "") -> Iterator[None]:
+    """Raises `ResultsError`, with `more` words, where stdout takes nothing; BrokenPipeError where nobody reads it."""
+    try:
+        yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise unwritable(error) from error
+        raise unwritable(error, more) from error
 
 
 def unwritable(error: OSError, more: str = "") -> ResultsError:

@@ -173,6 +173,7 @@ class HubSource:
                 held = scan_cache(self._repo_id)
                 if path is None:
                     return
+                place = _real(path)
                 held.delete_files(
                     *(
                         file
@@ -180,7 +181,7 @@ class HubSource:
                         if repo.repo_type == "model" and repo.repo_id == self._repo_id
                         for revision in repo.revisions
                         for file in revision.files
-                        if _real(file.file_path) == _real(path)
+                        if _real(file.file_path) == place
                     )
                 ).execute()
                 if not path.exists():

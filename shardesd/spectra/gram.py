@@ -65,8 +65,7 @@ def grams_cuda(
     together: launching work for each by itself takes longer than the work.
     """
     total: _Sum | None = None
-    lost = -1  # a matrix whose other blocks are of no use any more
-    left = set(range(len(opened)))  # what is in their places is nothing yet
+    left = set(range(len(opened)))  # of which there is neither a Gram nor an error yet
     with closing(uploads(opened, grams.device, pack=True)) as sent:
         for one in sent:
             if isinstance(one, Failed):
@@ -80,13 +79,13 @@ def grams_cuda(
                     if one.packed:
                         _multiply(one, run, grams, tallies)
                         left.difference_update(member.at for member in run)
-                    elif first.at != lost:
+                    elif first.at in left:  # else an error has made the rest of its blocks useless
                         total = total or _Sum(first.matrix, grams[first.at], tallies=tallies)
                         if total.add(one.block()):
                             total = None
                             left.discard(first.at)
                 except Exception as error:
-                    total, lost = None, first.at
+                    total = None
                     left.difference_update(member.at for member in run)
                     for member in run:
                         on_error(member.at, error)

@@ -167,7 +167,6 @@ def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto")
     return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * width
 
 
-@lru_cache(maxsize=1024)
 def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
     """Memory of a GPU that one M × N matrix takes there at its peak, besides `passing_bytes`."""
     if solver == "svd":
