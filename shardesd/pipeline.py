@@ -88,8 +88,7 @@ class Pipeline:
         """How many matrices there are, and whether that is exact (all headers are here) or guessed from names."""
         if self.checkpoint.complete:
             if self._whole is None:
-                self._plans = {tensor: self._plan(tensor) for tensor in self.checkpoint.tensors()}
-                self._whole = sum(map(self._count, self._plans.values()))
+                self._whole = sum(map(self._count, self.checkpoint.tensors()))
             return self._whole, True
         names = self.checkpoint.names
         if names is None:
@@ -183,8 +182,7 @@ class Pipeline:
             if self._context.names is None and self.checkpoint.complete:
                 self._learn()
             if not self.checkpoint.complete:
-                self._plans |= {tensor: self._plan(tensor) for tensor in shard.tensors}
-                self._exact += sum(self._count(self._plans[tensor]) for tensor in shard.tensors)
+                self._exact += sum(map(self._count, shard.tensors))
                 self._estimated += matrices.estimate((tensor.name for tensor in shard.tensors), self._context)
             total, exact = self.total()
             self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
@@ -221,8 +219,12 @@ class Pipeline:
                 yield from self._counts(tensor, [tie], shard)
             yield from self._counts_alone(shard, rest=True)
 
-    @staticmethod
-    def _count(plan: _Plan) -> int:
+    def _count(self, tensor: TensorRef) -> int:
+        """Its matrices, failed ones too. A plan that this takes is kept; of thousands of experts it takes none, and a
+        GPU begins with the first of them while the others are planned."""
+        if count := matrices.stacked(tensor, self._context):
+            return count
+        plan = self._plans[tensor] = self._plan(tensor)
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in plan)
 
     def _for_later(self, state: OpenShard) -> Shard:

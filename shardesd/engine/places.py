@@ -22,8 +22,12 @@ class Place(Generic[K, T]):
     done: int = 0
     retired: str = ""
     told_of_memory: bool = False
+    begun: bool = False
+    """Whether a group has been gathered for it."""
     fallback: bool = False
     """Only for what no other device can do, while there is one."""
+    paces: dict[Hashable, float] = field(default_factory=dict)
+    """Group → seconds a unit of cost that its last tasks here took, beside what ran with them."""
 
     @property
     def is_cpu(self) -> bool:
@@ -43,21 +47,17 @@ class Place(Generic[K, T]):
         return not (self.is_cpu or self.retired)
 
     @property
-    def free_slots(self) -> int:
-        return self.device.slots - sum(worker.slots for worker in self.workers)
+    def free_slots(self) -> float:
+        return self.device.slots - sum(worker.slots for worker in self.workers) + 1e-6  # thirds are rounded
 
     def is_open_to(self, task: Task[K, T]) -> bool:
         """Whether a worker may be waiting for it."""
-        return self.free_slots > 0 and task.group not in self.gathered
+        return self.free_slots >= 1 and task.group not in self.gathered
 
     @property
     def gathered(self) -> set[Hashable]:
         """The groups of which a worker waits for more: others leave them to it."""
         return {worker.gathers for worker in self.workers} - {None}
-
-    def in_work(self, group: Hashable) -> int:
-        """How many tasks of a group are worked on here."""
-        return sum(ticket.task.group == group for worker in self.workers for ticket in worker.tickets)
 
     def state(self) -> DeviceState[K]:
         """What there is to tell of it."""
@@ -69,7 +69,7 @@ class Place(Generic[K, T]):
             retired=self.retired,
         )
 
-    def slots_of(self, ticket: Ticket[K, T]) -> int:
+    def slots_of(self, ticket: Ticket[K, T]) -> float:
         """How many a task takes here."""
         return 1 if self.is_cpu else min(ticket.task.slots, self.device.slots)
 
@@ -86,7 +86,7 @@ class Worker(Generic[K, T]):
     _passing_most: int = 0
     host_bytes: int = 0
     """Tasks that are solved together are read one after the other, so the largest of them counts."""
-    slots: int = 0
+    slots: float = 0
     gathers: Hashable = None
     """The group of which it waits for more."""
     since: float = 0.0
@@ -106,6 +106,19 @@ class Worker(Generic[K, T]):
         self._passing_most = max(self._passing_most, task.passing_most)
         self.host_bytes = max(self.host_bytes, task.host_bytes)
         self.slots = self.place.slots_of(ticket)
+
+    def left(self, now: float) -> float:
+        """Of the cost of its tasks, about what is not done yet; all of it where it had none of their group before."""
+        cost = sum(ticket.task.cost for ticket in self.tickets)
+        pace = self.place.paces.get(self.tickets[0].task.group) if cost else None
+        return cost if not pace else max(0.0, cost - (now - self.since) / pace)
+
+    def finish(self, now: float) -> None:
+        """Its tasks are done, and let go of; how fast it was is noted."""
+        cost = sum(ticket.task.cost for ticket in self.tickets)
+        if cost:
+            self.place.paces[self.tickets[0].task.group] = (now - self.since) / cost
+        self.clear()
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""

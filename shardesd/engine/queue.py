@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 from shardesd.engine.attempt import RunMany, attempt
 from shardesd.engine.devices import Device
 from shardesd.engine.places import Place, Worker
-from shardesd.engine.ready import Ready, share
+from shardesd.engine.ready import Ready
 from shardesd.engine.threads import close_at_exit, start
 from shardesd.engine.work import FeedError, Outcome, State, Task, Ticket, Trouble
 
@@ -270,7 +270,7 @@ class _Run(Generic[K, T]):
             with self._changed:
                 if worker.abandoned:
                     return
-                worker.clear()
+                worker.finish(time.monotonic())
                 for ticket, outcome in zip(tickets, outcomes, strict=True):
                     self._settle(ticket, outcome, worker.place)
                 self._changed.notify_all()
@@ -295,9 +295,9 @@ class _Run(Generic[K, T]):
 
     def _gathered(self, worker: Worker[K, T], first: Ticket[K, T]) -> list[Ticket[K, T]] | None:
         """A ticket with others of its group, after a moment in which there may come more."""
-        place, group, most = worker.place, first.task.group, first.task.most
+        place, group = worker.place, first.task.group
         for _ in range(_LOOKS):
-            enough = most * sum(p.is_gpu for p in self._places)
+            enough = first.task.most * sum(p.is_gpu for p in self._places)
             if self._ready.count(group) + 1 >= enough or self._all_here.wait(_GATHER / _LOOKS):
                 break
         with self._changed:
@@ -309,10 +309,9 @@ class _Run(Generic[K, T]):
                     self._ready.add(ticket)
                 self._changed.notify_all()
                 return None
-            others = [p.in_work(group) for p in self._places if p.is_gpu and p is not place]
-            self._ready.take_like(
+            self._ready.gather(
                 worker,
-                share(self._ready.count(group) + 1, most, place.in_work(group) - 1, others),
+                [p for p in self._places if p.is_gpu],
                 worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
                 place.device.budget - place.device_bytes + worker.device_bytes,
             )

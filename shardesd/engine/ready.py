@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from shardesd.engine.places import Worker
+from shardesd.engine.places import Place, Worker
 from shardesd.engine.work import Ticket
 
 T = TypeVar("T")
@@ -18,14 +20,16 @@ MOST_PASSED_OVER = 32
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 
-def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
-    """How many of the `left` tasks of a group a GPU takes at once, `most` being the best size.
+def share(waiting: float, each: float, most: int, here: float, others: Sequence[float]) -> int:
+    """How many tasks of cost `each` a GPU takes at once, `most` being the best size of their group.
 
-    So many that each GPU has as many in work, where `here` are in work on this one and `others` on each other one:
-    slots of one GPU don't divide them, since two small groups at once take longer than one.
+    So many that all GPUs end together: `waiting` is the cost of all that waits, these tasks too, `here` what is left
+    to do on this GPU and `others` on each other one. Slots of one GPU don't divide a group, since two small ones at
+    once take longer than one.
     """
-    even = -(-(left + here + sum(others)) // (1 + len(others)))
-    return min(most, max(even - here, most // _LEAST_SHARE, 1))
+    even = (waiting + here + sum(others)) / (1 + len(others)) - here
+    wanted = math.ceil(even / each - 1e-6) if each else most  # sums of costs are rounded
+    return min(most, max(wanted, most // _LEAST_SHARE, 1))
 
 
 def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
@@ -38,6 +42,8 @@ class Ready(Generic[K, T]):
     def __init__(self) -> None:
         self._tickets: list[Ticket[K, T]] = []  # the longest first
         self._groups = Counter[Hashable]()
+        self.cost = 0.0
+        """Of all of them."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -52,6 +58,7 @@ class Ready(Generic[K, T]):
         else:
             insort(self._tickets, ticket, key=_order)
         self._groups[ticket.task.group] += 1
+        self.cost += ticket.task.cost
 
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""
@@ -70,31 +77,51 @@ class Ready(Generic[K, T]):
                 for other in passed:
                     other.passed_over += 1
                 del self._tickets[at]
-                self._groups[ticket.task.group] -= 1
+                self._gone(ticket)
                 return ticket
             if ticket.passed_over >= MOST_PASSED_OVER:
                 return None
             passed.append(ticket)
         return None
 
-    def take_like(self, worker: Worker[K, T], most: int, host_bytes: float, device_bytes: float) -> None:
-        """Gives a worker more tickets of its first one's group, up to `most` in all, that take no more than so much
-        memory: on the host each, since one is read after the other, on the device together."""
-        group = worker.tickets[0].task.group
+    def gather(self, worker: Worker[K, T], gpus: Sequence[Place[K, T]], host_bytes: float, device_bytes: float) -> None:
+        """Gives a worker more tickets of its first one's group: its GPU's share of what waits for `gpus`.
+
+        They take no more than so much memory: on the host each, since one is read after the other, on the device
+        together. The longest of them; but for a GPU's first group the shortest, and the longest last: they are there
+        soonest, and it has nothing else to do.
+        """
+        (first,), here = [ticket.task for ticket in worker.tickets], worker.place
+        now = time.monotonic()
+        left = {gpu: sum(one.left(now) for one in gpu.workers if one is not worker) for gpu in gpus}
+        most = share(self.cost + first.cost, first.cost, first.most, left.pop(here), list(left.values()))
+        shortest = not here.begun and self._shortest(first.group) < first.cost
+        here.begun = True
+        tickets = self._tickets[::-1] if shortest else self._tickets
         kept: list[Ticket[K, T]] = []
-        for at, ticket in enumerate(self._tickets):
+        for at, ticket in enumerate(tickets):
             if len(worker.tickets) >= most:
-                kept += self._tickets[at:]
+                kept += tickets[at:]
                 break
             task = ticket.task
             if (
-                task.group == group
+                task.group == first.group
                 and not (ticket.alone or ticket.cpu_only)
                 and task.host_bytes <= host_bytes
                 and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
-                self._groups[group] -= 1
+                self._gone(ticket)
             else:
                 kept.append(ticket)
-        self._tickets = kept
+        self._tickets = kept[::-1] if shortest else kept
+        if shortest:
+            worker.tickets.sort(key=lambda ticket: (ticket.task.cost, ticket.number))
+
+    def _shortest(self, group: Hashable) -> float:
+        costs = (ticket.task.cost for ticket in reversed(self._tickets) if ticket.task.group == group)
+        return next(costs, math.inf)
+
+    def _gone(self, ticket: Ticket[K, T]) -> None:
+        self._groups[ticket.task.group] -= 1
+        self.cost -= ticket.task.cost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardesd.matrices.layouts import Table
 from shardesd.matrices.names import BLOCK_TYPES, Name, may_be_tied, natural_key, parse_name, tie_order
-from shardesd.matrices.plan import Context, estimate, holds_codes, is_excluded, plan, slices, tied
+from shardesd.matrices.plan import Context, estimate, holds_codes, is_excluded, plan, slices, stacked, tied
 from shardesd.matrices.table import BUILT_IN, user_table
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "parse_name",
     "plan",
     "slices",
+    "stacked",
     "tie_order",
     "tied",
     "user_table",

@@ -92,6 +92,19 @@ def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     return [replace(item, longname=instead + item.longname.removeprefix(own)) for item in found]
 
 
+def stacked(tensor: TensorRef, context: Context) -> int:
+    """How many matrices `plan` gives of a stack of experts, found from the first one alone; 0 for what is no such
+    stack, or one whose experts need not all be alike, since globs may pick among them."""
+    if context.options.include or context.options.exclude or tensor.dtype not in eligible.FLOATS:
+        return 0
+    name = _name(tensor.name, context)
+    stack = _stack(tensor, name, context)
+    if stack is None or _left_out(tensor, name, context) is not None:
+        return 0
+    first = _experts(stack, name, context, range(1))
+    return stack.shape[0] * sum(isinstance(item, MatrixRef) for item in first)
+
+
 def is_excluded(tensor: TensorRef, context: Context) -> bool:
     """Whether ``--include`` and ``--exclude`` leave out all of a tensor, whatever else would be said of it."""
     return all(eligible.is_excluded(item.longname, context.options) for item in plan(tensor, context))
@@ -99,26 +112,34 @@ def is_excluded(tensor: TensorRef, context: Context) -> bool:
 
 def _plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     name = _name(tensor.name, context)
+    whole = _left_out(tensor, name, context)
+    if whole is not None:
+        return [whole]
+    found = list(_matrices(tensor, name, context))
+    if tensor.dtype not in eligible.FLOATS and any(isinstance(item, MatrixRef) for item in found):
+        return [replace(_skip(name, tensor, eligible.unsupported(tensor.dtype)), status="failed")]
+    return found
+
+
+def _left_out(tensor: TensorRef, name: Name, context: Context) -> Skip | None:
+    """What stands for a tensor that holds no matrix, or whose elements can't be had; None where it must be cut up."""
     reason = eligible.reason_by_name(
         tensor.name, name.block_type, len(tensor.shape), context.names or frozenset(), context.options
     )
     if tensor.problem and not reason:
         if eligible.is_excluded(name.longname, context.options):
-            return [_skip(name, tensor, eligible.EXCLUDED)]
-        return [replace(_skip(name, tensor, tensor.problem), status="failed")]
+            return _skip(name, tensor, eligible.EXCLUDED)
+        return replace(_skip(name, tensor, tensor.problem), status="failed")
     reason = reason or eligible.reason_by_shape(tensor)
     if reason:
-        return [_skip(name, tensor, reason)]
+        return _skip(name, tensor, reason)
     if tensor.dtype in eligible.INTEGERS:
         if not eligible.is_quantised(tensor, context.names, context.config):
-            return [_skip(name, tensor, eligible.INTEGER)]
+            return _skip(name, tensor, eligible.INTEGER)
         if eligible.is_excluded(name.longname, context.options):
-            return [_skip(name, tensor, eligible.EXCLUDED)]
-        return [replace(_skip(name, tensor, eligible.QUANTISED), status="failed")]
-    found = list(_matrices(tensor, name, context))
-    if tensor.dtype not in eligible.FLOATS and any(isinstance(item, MatrixRef) for item in found):
-        return [replace(_skip(name, tensor, eligible.unsupported(tensor.dtype)), status="failed")]
-    return found
+            return _skip(name, tensor, eligible.EXCLUDED)
+        return replace(_skip(name, tensor, eligible.QUANTISED), status="failed")
+    return None
 
 
 def estimate(names: Iterable[str], context: Context) -> int:
@@ -156,14 +177,10 @@ def tied(tensor: TensorRef, original: TensorRef | str) -> Skip:
 
 
 def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
-    shape, options = tensor.shape, context.options
-    experts = 0
-    if len(shape) in (2, 3) and options.split == "auto":
-        experts = context.experts(name.longname, shape)
-    if len(shape) == 3 and (experts or is_stack(name.longname)):
-        yield from _experts(tensor, name, shape[0], context)
-    elif experts:
-        yield from _experts(replace(tensor, shape=(experts, shape[0] // experts, shape[1])), name, experts, context)
+    shape = tensor.shape
+    stack = _stack(tensor, name, context)
+    if stack is not None:
+        yield from _experts(stack, name, context, range(stack.shape[0]))
     elif len(shape) == 2:
         if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
             name = name._replace(block_type="other")
@@ -174,12 +191,24 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
         yield _skip(name, tensor, eligible.UNKNOWN_LAYOUT)
 
 
-def _experts(stack: TensorRef, name: Name, count: int, context: Context) -> Iterator[MatrixRef | Skip]:
-    size = stack.nbytes // count
-    cut = context.cut(name.longname, stack.shape[1:])
-    for i in range(count):
+def _stack(tensor: TensorRef, name: Name, context: Context) -> TensorRef | None:
+    """A tensor of stacked experts as experts × rows × columns; None for any other."""
+    shape = tensor.shape
+    experts = 0
+    if len(shape) in (2, 3) and context.options.split == "auto":
+        experts = context.experts(name.longname, shape)
+    if len(shape) == 3 and (experts or is_stack(name.longname)):
+        return tensor
+    return replace(tensor, shape=(experts, shape[0] // experts, shape[1])) if experts else None
+
+
+def _experts(stack: TensorRef, name: Name, context: Context, which: range) -> Iterator[MatrixRef | Skip]:
+    shape = stack.shape[1:]
+    size = stack.nbytes // stack.shape[0]
+    cut = context.cut(name.longname, shape)
+    for i in which:
         start = stack.start + i * size
-        expert = replace(stack, shape=stack.shape[1:], start=start, end=start + size)
+        expert = replace(stack, shape=shape, start=start, end=start + size)
         numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
         yield from _linear(expert, numbered, name.longname, cut, context, whole=False)
 
