@@ -22,8 +22,6 @@ class Place(Generic[K, T]):
     done: int = 0
     retired: str = ""
     told_of_memory: bool = False
-    begun: bool = False
-    """Whether a group has been gathered for it."""
     fallback: bool = False
     """Only for what no other device can do, while there is one."""
     paces: dict[Hashable, float] = field(default_factory=dict)
@@ -68,6 +66,24 @@ class Place(Generic[K, T]):
             device_bytes=self.device_bytes,
             retired=self.retired,
         )
+
+    @property
+    def feeds_itself(self) -> bool:
+        """Whether it is a GPU that solves one group while it reads another."""
+        return self.is_gpu and sum(bool(worker.tickets) for worker in self.workers) > 1
+
+    def has_room(self, ticket: Ticket[K, T]) -> bool:
+        """Whether there are slots for it, and a GPU's memory."""
+        if self.free_slots < self.slots_of(ticket):
+            return False
+        working = [worker for worker in self.workers if worker.tickets]
+        if self.is_cpu or not working:
+            return True
+        if ticket.alone or any(worker.tickets[0].alone for worker in working):
+            return False
+        task, used = ticket.task, self.device_bytes
+        needed = task.device_bytes + min(task.passing_bytes, task.passing_most)
+        return not used or used + needed <= self.device.budget
 
     def slots_of(self, ticket: Ticket[K, T]) -> float:
         """How many a task takes here."""

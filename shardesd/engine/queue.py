@@ -323,11 +323,14 @@ class _Run(Generic[K, T]):
         if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
         gathered = place.gathered
-        only = place.fallback and any(p.is_gpu for p in self._places)
+        gpus = sum(p.is_gpu for p in self._places)
+        only = place.fallback and gpus > 0
 
         def take(aside: bool) -> Ticket[K, T] | None:
             def suits(ticket: Ticket[K, T]) -> bool:
                 if ticket.task.aside != aside or ticket.task.group in gathered:
+                    return False
+                if ticket.task.slots > 1 and place.feeds_itself and not self._ready.is_enough(ticket.task, gpus):
                     return False
                 return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
 
@@ -338,20 +341,9 @@ class _Run(Generic[K, T]):
         return take(False) or (take(True) if place.is_cpu else None)
 
     def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
-        """Whether there is memory for it now. One beyond the whole budget runs alone."""
-        if place.free_slots < place.slots_of(ticket):
-            return False
-        working = [worker for worker in place.workers if worker.tickets]
+        """Whether it may begin there now. One beyond the whole budget runs alone."""
         host = self._host_bytes()
-        if host and host + ticket.task.host_bytes > self._engine.budget:
-            return False
-        if place.is_cpu:
-            return True
-        if working and (ticket.alone or any(worker.tickets[0].alone for worker in working)):
-            return False
-        used = place.device_bytes
-        needed = ticket.task.device_bytes + min(ticket.task.passing_bytes, ticket.task.passing_most)
-        return not used or used + needed <= place.device.budget
+        return place.has_room(ticket) and not (host and host + ticket.task.host_bytes > self._engine.budget)
 
     def _host_bytes(self) -> int:
         return sum(place.host_bytes for place in (*self._places, self._aside))

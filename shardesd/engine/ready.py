@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from shardesd.engine.places import Place, Worker
-from shardesd.engine.work import Ticket
+from shardesd.engine.work import Task, Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -60,6 +60,10 @@ class Ready(Generic[K, T]):
         self._groups[ticket.task.group] += 1
         self.cost += ticket.task.cost
 
+    def is_enough(self, task: Task[K, T], gpus: int) -> bool:
+        """Whether each GPU could take a whole group of such tasks."""
+        return self.cost >= gpus * task.most * task.cost
+
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""
         return self._groups[group]
@@ -88,20 +92,16 @@ class Ready(Generic[K, T]):
         """Gives a worker more tickets of its first one's group: its GPU's share of what waits for `gpus`.
 
         They take no more than so much memory: on the host each, since one is read after the other, on the device
-        together. The longest of them; but for a GPU's first group the shortest, and the longest last: they are there
-        soonest, and it has nothing else to do.
+        together.
         """
         (first,), here = [ticket.task for ticket in worker.tickets], worker.place
         now = time.monotonic()
         left = {gpu: sum(one.left(now) for one in gpu.workers if one is not worker) for gpu in gpus}
         most = share(self.cost + first.cost, first.cost, first.most, left.pop(here), list(left.values()))
-        shortest = not here.begun and self._shortest(first.group) < first.cost
-        here.begun = True
-        tickets = self._tickets[::-1] if shortest else self._tickets
         kept: list[Ticket[K, T]] = []
-        for at, ticket in enumerate(tickets):
+        for at, ticket in enumerate(self._tickets):
             if len(worker.tickets) >= most:
-                kept += tickets[at:]
+                kept += self._tickets[at:]
                 break
             task = ticket.task
             if (
@@ -114,13 +114,7 @@ class Ready(Generic[K, T]):
                 self._gone(ticket)
             else:
                 kept.append(ticket)
-        self._tickets = kept[::-1] if shortest else kept
-        if shortest:
-            worker.tickets.sort(key=lambda ticket: (ticket.task.cost, ticket.number))
-
-    def _shortest(self, group: Hashable) -> float:
-        costs = (ticket.task.cost for ticket in reversed(self._tickets) if ticket.task.group == group)
-        return next(costs, math.inf)
+        self._tickets = kept
 
     def _gone(self, ticket: Ticket[K, T]) -> None:
         self._groups[ticket.task.group] -= 1

@@ -136,32 +136,6 @@ def test_a_gpu_takes_what_another_would_have_no_time_for() -> None:
     assert [len(batch) for batch in batches] == [16], "the other one's first task takes longer than all of these"
 
 
-def test_a_gpu_begins_with_the_shortest_of_its_group() -> None:
-    work = [Task(key=i, run=fail, group="n", most=4, cost=9 - i // 4) for i in range(12)]
-    batches: list[list[object]] = []
-
-    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
-        batches.append([task.key for task in batch])
-        return together(batch, device)
-
-    assert len(list(Engine((Device("cuda:0"),), budget=100).map(work, run_many=run_many))) == 12
-    assert batches == [[9, 10, 11, 0], [1, 2, 3, 4], [5, 6, 7, 8]]
-
-
-def test_a_gpu_begins_with_the_first_of_equals() -> None:
-    """Which lie beside each other in their file."""
-    work = [Task(key=i, run=fail, group="n", most=4, cost=9) for i in range(8)]
-    work.append(Task(key=8, run=lambda device: None, group="m", cost=1))
-    batches: list[list[object]] = []
-
-    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
-        batches.append([task.key for task in batch])
-        return together(batch, device)
-
-    assert len(list(Engine((Device("cuda:0"),), budget=100).map(work, run_many=run_many))) == 9
-    assert batches == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
 def test_large_ones_are_never_taken_together() -> None:
     assert share(3, 1, 1, 1, [0, 0, 0]) == 1
     work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1, slots=1) for i in range(12)]
@@ -247,6 +221,26 @@ def test_a_task_may_keep_others_from_several_slots() -> None:
     assert total <= 4
     assert most_at_once(Device("cuda:0", slots=1), [2] * 5) == (1, 2), "no GPU has fewer slots than a task takes"
     assert most_at_once(Device("cpu", slots=3), [2] * 30)[0] == 3, "slots are a GPU's"
+
+
+@pytest.mark.parametrize(("count", "at_once"), [(12, 3), (11, 2)])
+def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: int, at_once: int) -> None:
+    """Else what is left would be divided into groups so small that they take as long as large ones."""
+    lock, running, seen = threading.Lock(), [0], list[tuple[int, int]]()
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        with lock:
+            running[0] += 1
+            seen.append((running[0], len(batch)))
+        time.sleep(0.2)
+        with lock:
+            running[0] -= 1
+        return together(batch, device)
+
+    work = [Task(key=i, run=fail, group="n", most=4, cost=1, slots=4 / 3) for i in range(count)]
+    assert len(list(Engine((Device("cuda:0", slots=4),), budget=100).map(work, run_many=run_many))) == count
+    assert max(number for number, _ in seen) == at_once
+    assert [size for _, size in seen] == [4, 4, count - 8]
 
 
 def test_the_first_of_a_group_waits_for_those_that_are_about_to_come() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardesd import matrices as room
 from shardesd.checkpoint import elements
-from shardesd.matrices import Context, eligible, estimate, plan, slices, tied
+from shardesd.matrices import Context, eligible, estimate, slices, stacked, tied
 from shardesd.matrices.layouts import Layout, Part, Table, find_layout
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
@@ -29,6 +30,13 @@ def tensor(name: str, *shape: int, dtype: str = "F32", start: int = 1000) -> Ten
 
 def context(config: dict[str, Any] | None = None, hints: dict[str, str] | None = None, **options: Any) -> Context:
     return Context(config=config or {}, hints=hints or {}, options=ScanOptions(**options))
+
+
+def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
+    """The room's, with which what it says of stacks without a plan agrees."""
+    found = room.plan(tensor, context)
+    assert stacked(tensor, context) in (0, sum(isinstance(item, MatrixRef) for item in found))
+    return found
 
 
 def matrices(found: list[MatrixRef | Skip]) -> list[MatrixRef]:
@@ -111,6 +119,19 @@ def test_stacked_experts_come_one_by_one_with_their_own_bytes(name: str, dtype: 
         assert (m.M, m.N, m.block_type, m.layer_index, m.whole) == (6, 10, "expert", 0, False)
         assert (m.tensor.name, m.tensor.shape) == (name, (6, 10))
         assert (m.tensor.start, m.tensor.end) == (1000 + i * size, 1000 + (i + 1) * size)
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F8_E4M3", "I8"])
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [({}, 8), ({"per_head": True}, 8), ({"split": "off"}, 8), ({"max_aspect": 2.5}, 0), ({"exclude": "*.3"}, 0)],
+)
+def test_experts_are_counted_without_a_plan(dtype: str, options: dict[str, Any], count: int) -> None:
+    """Where all are alike: globs may pick among them."""
+    stack = tensor("model.layers.0.mlp.experts.down_proj", 8, 6, 15, dtype=dtype)
+    known = context(**options)
+    plan(stack, known)
+    assert stacked(stack, known) == (count if dtype in eligible.FLOATS else 0)
 
 
 def test_fused_experts_say_so() -> None:
