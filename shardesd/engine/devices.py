@@ -12,8 +12,8 @@ from pathlib import Path
 from shardesd.errors import OptionError
 
 GPU_SLOTS = 4
-"""Threads that read, copy and compute for one GPU, each on a stream of its own: while some solve, others read. Large
-matrices take two each, since more threads than it takes only wait for the interpreter's lock (docs/performance.md)."""
+"""Threads that read, copy and compute for one GPU, each on a stream of its own: while some solve, others read. Of
+large matrices three groups are under way (`Task.slots`, docs/performance.md)."""
 
 
 @dataclass(frozen=True, slots=True)
