@@ -170,6 +170,7 @@ class HubSource:
         for wait in (*_EVICT_AGAIN_SECONDS, None):
             path = self.local(name)
             try:
+                self._drop_broken_links()
                 held = scan_cache(self._repo_id)
                 if path is None:
                     return
@@ -193,6 +194,17 @@ class HubSource:
             if wait is not None:
                 time.sleep(wait)
         raise SourceError(f"'{path or name or cache_folder()}' {why}")
+
+    def _drop_broken_links(self) -> None:
+        """Removes links of the snapshots to content that is gone, for which huggingface_hub passes over a model: one is
+        left where content is removed at the moment at which another scan, to which it was new, links it.
+
+        Not those to a folder that isn't there: its disk may be away.
+        """
+        for link in (_repo_folder(self._repo_id) / "snapshots").rglob("*"):
+            if link.is_symlink() and not link.exists() and os.path.isdir(os.path.dirname(os.path.realpath(link))):
+                with suppress(OSError):
+                    link.unlink()
 
     def remove_unfinished(self, name: str) -> None:
         """Remove what killed downloads of a file's content have left in the Hub cache."""

@@ -151,6 +151,30 @@ def test_the_cache_may_lie_anywhere(
     assert not on_disk(real)
 
 
+def test_links_to_content_that_is_gone_are_in_nobody_s_way(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two scans that evict each other's shards leave some, and huggingface_hub then passes over the model."""
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name")
+    source = open_source("org/name")
+    snapshot = next((tmp_path / "hub-cache").rglob("snapshots")) / str(source.commit)
+    blobs = snapshot.parents[1] / "blobs"
+    (snapshot / "gone.safetensors").symlink_to(blobs / ("0" * 64))
+    source.evict("")
+    assert not (snapshot / "gone.safetensors").is_symlink()
+    assert len(list(snapshot.glob(SHARDS))) == 10
+    for name in sorted(path.name for path in snapshot.glob(SHARDS)):
+        (snapshot / "gone.safetensors").symlink_to(blobs / ("0" * 64))
+        source.evict(name)
+    assert not list(snapshot.glob(SHARDS))
+    away = tmp_path / "a disk" / "that is away"
+    (snapshot / "away.safetensors").symlink_to(away)
+    source.evict("")
+    assert (snapshot / "away.safetensors").is_symlink()
+
+
 def test_content_that_another_commit_uses_stays(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
