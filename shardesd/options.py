@@ -178,6 +178,7 @@ class OutputOptions:
         out = os.fspath(self.out) if isinstance(self.out, os.PathLike) else self.out
         if not isinstance(out, str) or not out or "\0" in out:
             raise OptionError(f"--out {out!r} is invalid (expected the path of a folder)")
+        out = os.path.expanduser(out)  # which shells don't do to `--out=~/results`
         # POSIX lets `//` mean something else than `/`; to all systems at hand it doesn't, and users see the path.
         object.__setattr__(self, "out", f"/{out.lstrip('/')}" if os.sep == "/" and out.startswith("//") else out)
         _choice("format", self.format, FORMATS)
@@ -303,7 +304,7 @@ def _path(name: str, value: Any) -> str:
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or "\0" in path:
         raise OptionError(f"--{name} {path!r} is invalid (expected the path of a file)")
-    return path
+    return os.path.expanduser(path)
 
 
 def _yes_or_no(name: str, value: Any) -> None:

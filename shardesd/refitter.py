@@ -14,7 +14,7 @@ import numpy as np
 
 from shardesd import metrics
 from shardesd.errors import MatrixError, ResultsError, ShardesdError
-from shardesd.options import ScanOptions
+from shardesd.options import OutputOptions, ScanOptions
 from shardesd.records import Row
 from shardesd.results import StoredModel, stored_models, update_summary
 
@@ -42,7 +42,7 @@ def refit(out: str | os.PathLike[str], options: ScanOptions, *, processes: int |
     what a scan with these options would have written, to the last digit. Raises `ResultsError` where `out` holds no
     results; one model's trouble is told in its `Refitted`.
     """
-    folder = Path(out)
+    folder = Path(OutputOptions(out=os.fspath(out)).out)
     names = stored_models(folder)
     if not names:
         raise ResultsError(f"{folder} holds no models (expected a folder that `shardesd scan --out` wrote)")

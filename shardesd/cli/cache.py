@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import typer
 
 from shardesd.cli.arguments import MAX_CACHE, CacheDir, MaxCache
 from shardesd.cli.session import errors, tell
+from shardesd.errors import OptionError
 from shardesd.options import ScanOptions, parse_bytes
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ def prune(cache_dir: CacheDir = _DIR, max_cache: MaxCache = MAX_CACHE) -> None:
 def _keep(cache_dir: str | None) -> Keep:
     from shardesd.scanner import open_keep
 
+    if cache_dir is not None and os.path.exists(place := os.path.expanduser(cache_dir)) and not os.path.isdir(place):
+        raise OptionError(f"--cache-dir '{cache_dir}' is invalid (expected the path of a folder)")
     return open_keep(ScanOptions(cache_dir=cache_dir))
 
 

@@ -28,7 +28,7 @@ def doctor(
         from shardesd.doctor import examine
 
         bad = False
-        for finding in examine(Path(out), network=network):
+        for finding in examine(Path(OutputOptions(out=out).out), network=network):
             bad |= finding.grade == "bad"
             if json:
                 tell(dumps(asdict(finding)))

@@ -74,7 +74,7 @@ def run(
             ) as stop:
                 work = Commands(
                     listed,
-                    Path(out),
+                    Path(OutputOptions(out=out).out),
                     gpu=gpu,
                     workers=workers,
                     timeout=timeout,

@@ -27,8 +27,8 @@ def summarize(
         from shardesd.results import rebuild_summary
         from shardesd.show import digest_lines
 
-        OutputOptions(format=format)
-        digest = rebuild_summary(Path(folder), format)
+        output = OutputOptions(out=folder, format=format)
+        digest = rebuild_summary(Path(output.out), output.format)
         if json:
             import json as json_module
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoints import cli
 
 import shardesd
 from shardesd.errors import MalformedHeader, NoWeights, OptionError
@@ -138,6 +139,19 @@ def test_a_message_is_one_line_however_hostile_the_name() -> None:
 
 def test_out_may_be_a_path(tmp_path: Path) -> None:
     assert shardesd.scan({"a.weight": W}, out=tmp_path / "results").files[0].exists()
+
+
+def test_out_may_begin_with_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which shells leave as it is in ``--out=~/results``, and Python always does."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (file, *_) = shardesd.scan({"a.weight": W}, out="~/results").files
+    assert file.is_relative_to(tmp_path / "results")
+    assert cli("summarize", "~/results").exit_code == 0
+    assert cli("refit", "~/results").exit_code == 0
+    cli("doctor", "--no-network", "--out=~/results")
+    assert not (tmp_path / "~").exists()
 
 
 def test_no_model_at_all_says_what_to_name() -> None:

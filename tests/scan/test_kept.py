@@ -130,6 +130,9 @@ def test_the_command_line(tmp_path: Path) -> None:
     bad = cli("cache", "prune", "--cache-dir", kept, "--max-cache", "auto")
     assert bad.exit_code == 1
     assert "auto" in bad.stderr
+    bad = cli("cache", "info", "--cache-dir", next(folder.iterdir()))
+    assert bad.exit_code == 1
+    assert "expected the path of a folder" in bad.stderr
 
 
 def test_four_scans_share_one_folder_under_kill_9(tmp_path: Path) -> None:

@@ -232,6 +232,9 @@ def test_options_that_do_not_go_together(base: Path, tmp_path: Path) -> None:
     lora(tmp_path / "adapter", base, MODULES)
     for arguments, says in (
         ([base, "--delta"], "--delta is for adapters"),
+        ([base, "--lora-alpha", "8"], "--lora-alpha is for adapters"),
+        ([base, "--allow-residual-base"], "--allow-residual-base is for adapters"),
+        ([base, "--minus", base, "--lora-alpha", "8"], "--lora-alpha is for adapters"),
         ([base, "--base", base], "--base is for adapters"),
         ([base, "--base", base, "--adapter", tmp_path / "adapter"], "one base"),
         ([base, "--minus", base, "--adapter", tmp_path / "adapter"], "--minus goes with"),
