@@ -222,7 +222,7 @@ class Pipeline:
     def _count(self, tensor: TensorRef) -> int:
         """Its matrices, failed ones too. A plan that this takes is kept; of thousands of experts it takes none, and a
         GPU begins with the first of them while the others are planned."""
-        if count := matrices.stacked(tensor, self._context):
+        if tensor.name not in self._ties and (count := matrices.stacked(tensor, self._context)):
             return count
         plan = self._plans[tensor] = self._plan(tensor)
         return sum(isinstance(item, MatrixRef) or item.status == "failed" for item in plan)

@@ -69,8 +69,8 @@ class Place(Generic[K, T]):
 
     @property
     def feeds_itself(self) -> bool:
-        """Whether it is a GPU that solves one group while it reads another."""
-        return self.is_gpu and sum(bool(worker.tickets) for worker in self.workers) > 1
+        """Whether it is a GPU that solves one group of large matrices while it reads another."""
+        return self.is_gpu and sum(worker.slots > 1 for worker in self.workers) > 1
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""

@@ -322,7 +322,7 @@ class _Run(Generic[K, T]):
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
         if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
-        gathered = place.gathered
+        gathered, feeds_itself = place.gathered, place.feeds_itself
         gpus = sum(p.is_gpu for p in self._places)
         only = place.fallback and gpus > 0
 
@@ -330,7 +330,7 @@ class _Run(Generic[K, T]):
             def suits(ticket: Ticket[K, T]) -> bool:
                 if ticket.task.aside != aside or ticket.task.group in gathered:
                     return False
-                if ticket.task.slots > 1 and place.feeds_itself and not self._ready.is_enough(ticket.task, gpus):
+                if feeds_itself and ticket.task.slots > 1 and not self._ready.is_enough(ticket.task, gpus):
                     return False
                 return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import insort
 from collections import Counter
@@ -23,13 +22,15 @@ _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided am
 def share(waiting: float, each: float, most: int, here: float, others: Sequence[float]) -> int:
     """How many tasks of cost `each` a GPU takes at once, `most` being the best size of their group.
 
-    So many that all GPUs end together: `waiting` is the cost of all that waits, these tasks too, `here` what is left
-    to do on this GPU and `others` on each other one. Slots of one GPU don't divide a group, since two small ones at
-    once take longer than one.
+    So many that all GPUs end together: `waiting` is the cost of all of the group that wait, these too, `here` what is
+    left to do on this GPU and `others` on each other one. Slots of one GPU don't divide a group, since two small ones
+    at once take longer than one.
     """
     even = (waiting + here + sum(others)) / (1 + len(others)) - here
-    wanted = math.ceil(even / each - 1e-6) if each else most  # sums of costs are rounded
-    return min(most, max(wanted, most // _LEAST_SHARE, 1))
+    if not even < most * each:  # or nothing is known of what they cost
+        return most
+    # The nearest number: a little that is left elsewhere doesn't make it one more.
+    return max(int(even / each + 0.5), most // _LEAST_SHARE, 1)
 
 
 def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
@@ -42,8 +43,8 @@ class Ready(Generic[K, T]):
     def __init__(self) -> None:
         self._tickets: list[Ticket[K, T]] = []  # the longest first
         self._groups = Counter[Hashable]()
-        self.cost = 0.0
-        """Of all of them."""
+        self._costs: dict[Hashable, float] = {}
+        """Of each group together."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -57,12 +58,13 @@ class Ready(Generic[K, T]):
             self._tickets.append(ticket)
         else:
             insort(self._tickets, ticket, key=_order)
-        self._groups[ticket.task.group] += 1
-        self.cost += ticket.task.cost
+        group, cost = ticket.task.group, ticket.task.cost
+        self._groups[group] += 1
+        self._costs[group] = self._costs.get(group, 0.0) + cost
 
     def is_enough(self, task: Task[K, T], gpus: int) -> bool:
-        """Whether each GPU could take a whole group of such tasks."""
-        return self.cost >= gpus * task.most * task.cost
+        """Whether each GPU could take a whole group of such tasks; of those that have no group, never."""
+        return task.group is not None and self._groups[task.group] >= gpus * task.most
 
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""
@@ -89,7 +91,7 @@ class Ready(Generic[K, T]):
         return None
 
     def gather(self, worker: Worker[K, T], gpus: Sequence[Place[K, T]], host_bytes: float, device_bytes: float) -> None:
-        """Gives a worker more tickets of its first one's group: its GPU's share of what waits for `gpus`.
+        """Gives a worker more tickets of its first one's group: its GPU's share of those that wait for `gpus`.
 
         They take no more than so much memory: on the host each, since one is read after the other, on the device
         together.
@@ -97,7 +99,8 @@ class Ready(Generic[K, T]):
         (first,), here = [ticket.task for ticket in worker.tickets], worker.place
         now = time.monotonic()
         left = {gpu: sum(one.left(now) for one in gpu.workers if one is not worker) for gpu in gpus}
-        most = share(self.cost + first.cost, first.cost, first.most, left.pop(here), list(left.values()))
+        waiting = self._costs.get(first.group, 0.0) + first.cost
+        most = share(waiting, first.cost, first.most, left.pop(here), list(left.values()))
         kept: list[Ticket[K, T]] = []
         for at, ticket in enumerate(self._tickets):
             if len(worker.tickets) >= most:
@@ -117,5 +120,8 @@ class Ready(Generic[K, T]):
         self._tickets = kept
 
     def _gone(self, ticket: Ticket[K, T]) -> None:
-        self._groups[ticket.task.group] -= 1
-        self.cost -= ticket.task.cost
+        group = ticket.task.group
+        self._groups[group] -= 1
+        self._costs[group] -= ticket.task.cost
+        if not self._groups[group]:  # what rounding has left
+            del self._groups[group], self._costs[group]

@@ -196,15 +196,18 @@ class HubSource:
         raise SourceError(f"'{path or name or cache_folder()}' {why}")
 
     def _drop_broken_links(self) -> None:
-        """Removes links of the snapshots to content that is gone, for which huggingface_hub passes over a model: one is
-        left where content is removed at the moment at which another scan, to which it was new, links it.
-
-        Not those to a folder that isn't there: its disk may be away.
-        """
-        for link in (_repo_folder(self._repo_id) / "snapshots").rglob("*"):
-            if link.is_symlink() and not link.exists() and os.path.isdir(os.path.dirname(os.path.realpath(link))):
-                with suppress(OSError):
+        """Removes the cache's own links to content that is gone, for which huggingface_hub passes over a model: one is
+        left where content is removed at the moment at which another scan, to which it was new, links it."""
+        repo = _repo_folder(self._repo_id)
+        if (repo / "blobs").is_symlink():  # to a disk that may be away
+            return
+        for link in (repo / "snapshots").rglob("*"):
+            with suppress(OSError):
+                content = Path(os.path.abspath(link.parent / os.readlink(link)))
+                if content.parent == Path(os.path.abspath(repo / "blobs")) and _is_gone(content):
                     link.unlink()
+                    if not _is_gone(content):  # downloaded again at this very moment
+                        link.symlink_to(os.path.relpath(content, link.parent))
 
     def remove_unfinished(self, name: str) -> None:
         """Remove what killed downloads of a file's content have left in the Hub cache."""
@@ -314,6 +317,15 @@ def _from_cache(address: HubAddress) -> HubSource | None:
 def _real(link: Path) -> Path:
     """Where a link of the cache lies, itself not followed: huggingface_hub's own paths follow those before it."""
     return link.parent.resolve() / link.name
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether there is nothing, not even a link; not that it can't be told."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _repo_folder(repo_id: str) -> Path:

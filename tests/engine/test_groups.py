@@ -100,16 +100,21 @@ def test_gpus_share_what_is_ready() -> None:
 
 @pytest.mark.parametrize(
     ("waiting", "here", "others", "taken"),
-    [(40, 0, [0], 16), (16, 16, [32], 16), (16, 32, [16], 4), (10, 0, [0], 5), (10, 0, [], 10), (3, 8, [0], 4)],
+    [
+        *((40, 0, [0], 16), (16, 16, [32], 16), (16, 32, [16], 4), (10, 0, [0], 5), (10, 0, [], 10), (3, 8, [0], 4)),
+        *((11, 0, [0], 6), (32, 0, [1, 0, 1], 9), (32, 0, [0.4, 0, 0.4], 8), (8, 0, [90], 16)),
+    ],
 )
 @pytest.mark.parametrize("each", [1, 0.1, 1e11 / 3])
-def test_gpus_end_together(waiting: int, here: int, others: list[int], taken: int, each: float) -> None:
+def test_gpus_end_together(waiting: int, here: int, others: list[float], taken: int, each: float) -> None:
     """Though never so few are taken that they take as long as many."""
     assert share(waiting * each, each, 16, here * each, [other * each for other in others]) == taken
 
 
 def test_tasks_of_no_known_cost_are_not_divided() -> None:
     assert share(0, 0, 16, 0, [0]) == 16
+    assert share(float("inf"), float("inf"), 16, 0, [0]) == 16
+    assert share(float("nan"), float("nan"), 16, 0, [0]) == 16
 
 
 def test_what_is_left_of_a_group_is_told_by_how_long_the_one_before_took() -> None:
@@ -204,7 +209,7 @@ def most_at_once(device: Device, slots: Sequence[float]) -> tuple[int, float]:
         with lock:
             running.remove(taken)
 
-    work_of = [Task(key=i, run=lambda name, one=one: work(one), slots=one) for i, one in enumerate(slots)]
+    work_of = [Task(key=i, run=lambda name, one=one: work(one), slots=one, group="n") for i, one in enumerate(slots)]
     outcomes = list(Engine((device,), budget=100).map(work_of))
     assert len(outcomes) == len(slots)
     assert not any(outcome.error for outcome in outcomes)
@@ -241,6 +246,25 @@ def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: in
     assert len(list(Engine((Device("cuda:0", slots=4),), budget=100).map(work, run_many=run_many))) == count
     assert max(number for number, _ in seen) == at_once
     assert [size for _, size in seen] == [4, 4, count - 8]
+
+
+def test_a_large_one_does_not_wait_for_many_small_ones() -> None:
+    order: list[object] = []
+    lock = threading.Lock()
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        with lock:
+            order.extend(task.key for task in batch)
+        time.sleep(0.01)
+        return together(batch, device)
+
+    def feed() -> Iterator[Task]:
+        yield from (Task(key=i, run=fail, group="small", most=4, cost=1) for i in range(400))
+        time.sleep(0.05)  # all slots are at work
+        yield Task(key="large", run=lambda device: order.append("large"), group="large", most=4, cost=40, slots=4 / 3)
+
+    assert len(list(Engine((Device("cuda:0", slots=4),), budget=100).map(feed(), run_many=run_many))) == 401
+    assert order.index("large") < 300
 
 
 def test_the_first_of_a_group_waits_for_those_that_are_about_to_come() -> None:
