@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -22,6 +22,8 @@ class Place(Generic[K, T]):
     done: int = 0
     retired: str = ""
     told_of_memory: bool = False
+    prepared: bool = False
+    """Whether one of its workers has been through `prepare`."""
     fallback: bool = False
     """Only for what no other device can do, while there is one."""
     paces: dict[Hashable, float] = field(default_factory=dict)
@@ -68,9 +70,17 @@ class Place(Generic[K, T]):
         )
 
     @property
-    def feeds_itself(self) -> bool:
-        """Whether it is a GPU that solves one group of large matrices while it reads another."""
-        return self.is_gpu and sum(worker.slots > 1 for worker in self.workers) > 1
+    def large(self) -> int:
+        """How many groups of tasks that take more than a slot are under way here."""
+        return sum(worker.slots > 1 for worker in self.workers)
+
+    def leaves(self, task: Task[K, T], gpus: Sequence[Place[K, T]]) -> bool:
+        """Whether such a task, of which there are too few for all of `gpus`, is rather for later, since one group is
+        solved here and another read, or for a GPU that has less of the kind and could begin it now."""
+        large = self.large if task.slots > 1 else 0
+        return large > 1 or (
+            large > 0 and any(gpu.prepared and gpu.large < large and gpu.free_slots >= task.slots for gpu in gpus)
+        )
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""

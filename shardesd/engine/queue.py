@@ -263,6 +263,7 @@ class _Run(Generic[K, T]):
                 self._retire(worker.place, str(error))
                 self._ensure_fallback()
                 return
+        worker.place.prepared = True
         while (tickets := self._take(worker)) is not None:
             for ticket in tickets:
                 self._on_start(ticket.task.key, device.name)
@@ -322,15 +323,16 @@ class _Run(Generic[K, T]):
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
         if place.free_slots < 1:  # nothing fits, which is known without asking each
             return None
-        gathered, feeds_itself = place.gathered, place.feeds_itself
-        gpus = sum(p.is_gpu for p in self._places)
-        only = place.fallback and gpus > 0
+        gathered = place.gathered
+        gpus = [p for p in self._places if p.is_gpu]
+        only = place.fallback and bool(gpus)
 
         def take(aside: bool) -> Ticket[K, T] | None:
             def suits(ticket: Ticket[K, T]) -> bool:
-                if ticket.task.aside != aside or ticket.task.group in gathered:
+                task = ticket.task
+                if task.aside != aside or task.group in gathered:
                     return False
-                if feeds_itself and ticket.task.slots > 1 and not self._ready.is_enough(ticket.task, gpus):
+                if place.is_gpu and place.leaves(task, gpus) and self._ready.is_scarce(task, len(gpus)):
                     return False
                 return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
 

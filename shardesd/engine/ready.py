@@ -62,9 +62,9 @@ class Ready(Generic[K, T]):
         self._groups[group] += 1
         self._costs[group] = self._costs.get(group, 0.0) + cost
 
-    def is_enough(self, task: Task[K, T], gpus: int) -> bool:
-        """Whether each GPU could take a whole group of such tasks; of those that have no group, never."""
-        return task.group is not None and self._groups[task.group] >= gpus * task.most
+    def is_scarce(self, task: Task[K, T], gpus: int) -> bool:
+        """Whether there are fewer such tasks than a whole group for each GPU, as of those that have no group always."""
+        return task.group is None or self._groups[task.group] < gpus * task.most
 
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""

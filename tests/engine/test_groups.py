@@ -248,6 +248,33 @@ def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: in
     assert [size for _, size in seen] == [4, 4, count - 8]
 
 
+def test_large_ones_are_left_to_gpus_that_have_none() -> None:
+    lock, devices = threading.Lock(), list[str]()
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        with lock:
+            devices.extend(device for task in batch if task.group != "small")
+        time.sleep(0.1)
+        return together(batch, device)
+
+    def run_one(device: str) -> None:
+        with lock:
+            devices.append(device)
+        time.sleep(0.1)
+
+    def feed() -> Iterator[Task]:
+        yield from (Task(key=i, run=lambda device: None, group="small", most=128, cost=0.1) for i in range(30))
+        time.sleep(0.2)  # all GPUs are there
+        yield from (Task(key=i, run=run_one, group=i, most=4, cost=99, slots=4 / 3) for i in range(30, 33))
+        yield from (Task(key=i, run=lambda device: None, group="small", most=128, cost=0.1) for i in range(33, 90))
+
+    for _ in range(10):
+        devices.clear()
+        gpus = tuple(Device(f"cuda:{i}", slots=4) for i in range(3))
+        assert len(list(Engine(gpus, budget=100).map(feed(), run_many=run_many))) == 90
+        assert sorted(devices) == ["cuda:0", "cuda:1", "cuda:2"]
+
+
 def test_a_large_one_does_not_wait_for_many_small_ones() -> None:
     order: list[object] = []
     lock = threading.Lock()
