@@ -26,8 +26,6 @@ class Place(Generic[K, T]):
     """Whether one of its workers has been through `prepare`."""
     fallback: bool = False
     """Only for what no other device can do, while there is one."""
-    paces: dict[Hashable, float] = field(default_factory=dict)
-    """Group → seconds a unit of cost that its last tasks here took, beside what ran with them."""
 
     @property
     def is_cpu(self) -> bool:
@@ -59,6 +57,10 @@ class Place(Generic[K, T]):
         """The groups of which a worker waits for more: others leave them to it."""
         return {worker.gathers for worker in self.workers} - {None}
 
+    def in_work(self, group: Hashable) -> int:
+        """How many tasks of a group are worked on here."""
+        return sum(ticket.task.group == group for worker in self.workers for ticket in worker.tickets)
+
     def state(self) -> DeviceState[K]:
         """What there is to tell of it."""
         return DeviceState(
@@ -76,11 +78,9 @@ class Place(Generic[K, T]):
 
     def leaves(self, task: Task[K, T], gpus: Sequence[Place[K, T]]) -> bool:
         """Whether such a task, of which there are too few for all of `gpus`, is rather for later, since one group is
-        solved here and another read, or for a GPU that has less of the kind and could begin it now."""
+        solved here and another read, or for a GPU that has less of the kind."""
         large = self.large if task.slots > 1 else 0
-        return large > 1 or (
-            large > 0 and any(gpu.prepared and gpu.large < large and gpu.free_slots >= task.slots for gpu in gpus)
-        )
+        return large > 1 or (large > 0 and any(gpu.prepared and gpu.large < large for gpu in gpus))
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""
@@ -132,19 +132,6 @@ class Worker(Generic[K, T]):
         self._passing_most = max(self._passing_most, task.passing_most)
         self.host_bytes = max(self.host_bytes, task.host_bytes)
         self.slots = self.place.slots_of(ticket)
-
-    def left(self, now: float) -> float:
-        """Of the cost of its tasks, about what is not done yet; all of it where it had none of their group before."""
-        cost = sum(ticket.task.cost for ticket in self.tickets)
-        pace = self.place.paces.get(self.tickets[0].task.group) if cost else None
-        return cost if not pace else max(0.0, cost - (now - self.since) / pace)
-
-    def finish(self, now: float) -> None:
-        """Its tasks are done, and let go of; how fast it was is noted."""
-        cost = sum(ticket.task.cost for ticket in self.tickets)
-        if cost:
-            self.place.paces[self.tickets[0].task.group] = (now - self.since) / cost
-        self.clear()
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""

@@ -271,7 +271,7 @@ class _Run(Generic[K, T]):
             with self._changed:
                 if worker.abandoned:
                     return
-                worker.finish(time.monotonic())
+                worker.clear()
                 for ticket, outcome in zip(tickets, outcomes, strict=True):
                     self._settle(ticket, outcome, worker.place)
                 self._changed.notify_all()

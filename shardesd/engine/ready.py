@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -19,18 +18,14 @@ MOST_PASSED_OVER = 32
 _LEAST_SHARE = 4  # of the best size of a group, the part that is not divided among GPUs
 
 
-def share(waiting: float, each: float, most: int, here: float, others: Sequence[float]) -> int:
-    """How many tasks of cost `each` a GPU takes at once, `most` being the best size of their group.
+def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
+    """How many of the `left` tasks of a group a GPU takes at once, `most` being the best size.
 
-    So many that all GPUs end together: `waiting` is the cost of all of the group that wait, these too, `here` what is
-    left to do on this GPU and `others` on each other one. Slots of one GPU don't divide a group, since two small ones
-    at once take longer than one.
+    So many that each GPU has as many in work, where `here` are in work on this one and `others` on each other one:
+    slots of one GPU don't divide them, since two small groups at once take longer than one.
     """
-    even = (waiting + here + sum(others)) / (1 + len(others)) - here
-    if not even < most * each:  # or nothing is known of what they cost
-        return most
-    # The nearest number: a little that is left elsewhere doesn't make it one more.
-    return max(int(even / each + 0.5), most // _LEAST_SHARE, 1)
+    even = -(-(left + here + sum(others)) // (1 + len(others)))
+    return min(most, max(even - here, most // _LEAST_SHARE, 1))
 
 
 def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
@@ -43,8 +38,6 @@ class Ready(Generic[K, T]):
     def __init__(self) -> None:
         self._tickets: list[Ticket[K, T]] = []  # the longest first
         self._groups = Counter[Hashable]()
-        self._costs: dict[Hashable, float] = {}
-        """Of each group together."""
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -58,9 +51,7 @@ class Ready(Generic[K, T]):
             self._tickets.append(ticket)
         else:
             insort(self._tickets, ticket, key=_order)
-        group, cost = ticket.task.group, ticket.task.cost
-        self._groups[group] += 1
-        self._costs[group] = self._costs.get(group, 0.0) + cost
+        self._groups[ticket.task.group] += 1
 
     def is_scarce(self, task: Task[K, T], gpus: int) -> bool:
         """Whether there are fewer such tasks than a whole group for each GPU, as of those that have no group always."""
@@ -83,7 +74,7 @@ class Ready(Generic[K, T]):
                 for other in passed:
                     other.passed_over += 1
                 del self._tickets[at]
-                self._gone(ticket)
+                self._groups[ticket.task.group] -= 1
                 return ticket
             if ticket.passed_over >= MOST_PASSED_OVER:
                 return None
@@ -97,10 +88,9 @@ class Ready(Generic[K, T]):
         together.
         """
         (first,), here = [ticket.task for ticket in worker.tickets], worker.place
-        now = time.monotonic()
-        left = {gpu: sum(one.left(now) for one in gpu.workers if one is not worker) for gpu in gpus}
-        waiting = self._costs.get(first.group, 0.0) + first.cost
-        most = share(waiting, first.cost, first.most, left.pop(here), list(left.values()))
+        group = first.group
+        others = [gpu.in_work(group) for gpu in gpus if gpu is not here]
+        most = share(self._groups[group] + 1, first.most, here.in_work(group) - 1, others)
         kept: list[Ticket[K, T]] = []
         for at, ticket in enumerate(self._tickets):
             if len(worker.tickets) >= most:
@@ -108,20 +98,13 @@ class Ready(Generic[K, T]):
                 break
             task = ticket.task
             if (
-                task.group == first.group
+                task.group == group
                 and not (ticket.alone or ticket.cpu_only)
                 and task.host_bytes <= host_bytes
                 and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
-                self._gone(ticket)
+                self._groups[ticket.task.group] -= 1
             else:
                 kept.append(ticket)
         self._tickets = kept
-
-    def _gone(self, ticket: Ticket[K, T]) -> None:
-        group = ticket.task.group
-        self._groups[group] -= 1
-        self._costs[group] -= ticket.task.cost
-        if not self._groups[group]:  # what rounding has left
-            del self._groups[group], self._costs[group]
