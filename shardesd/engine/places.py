@@ -78,9 +78,13 @@ class Place(Generic[K, T]):
 
     def leaves(self, task: Task[K, T], gpus: Sequence[Place[K, T]]) -> bool:
         """Whether such a task, of which there are too few for all of `gpus`, is rather for later, since one group is
-        solved here and another read, or for a GPU that has less of the kind."""
+        solved here and another read, or for a GPU that has less of the kind, or is about to take its share."""
         large = self.large if task.slots > 1 else 0
-        return large > 1 or (large > 0 and any(gpu.prepared and gpu.large < large for gpu in gpus))
+        return large > 1 or (large > 0 and any(gpu.wants(task, large) for gpu in gpus))
+
+    def wants(self, task: Task[K, T], large: int) -> bool:
+        """Whether it should have such a task before a GPU where so many are under way."""
+        return (self.prepared and self.large < large) or task.group in self.gathered
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""

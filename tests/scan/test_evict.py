@@ -169,10 +169,20 @@ def test_links_to_content_that_is_gone_are_in_nobody_s_way(
         (snapshot / "gone.safetensors").symlink_to(blobs / ("0" * 64))
         source.evict(name)
     assert not list(snapshot.glob(SHARDS))
-    away = tmp_path / "a disk" / "that is away"
-    (snapshot / "away.safetensors").symlink_to(away)
+    # The user's own stay: their disk may be away.
+    (tmp_path / "mounted").mkdir()
+    for number, own in enumerate((tmp_path / "a disk" / "that is away", tmp_path / "mounted" / "mine")):
+        (snapshot / f"own{number}.safetensors").symlink_to(own)
+    (snapshot / "linked.safetensors").symlink_to(blobs / "to a store")
+    (blobs / "to a store").symlink_to(tmp_path / "mounted" / "store")
     source.evict("")
-    assert (snapshot / "away.safetensors").is_symlink()
+    assert len([path for path in snapshot.iterdir() if path.is_symlink() and not path.exists()]) == 3
+    blobs.rename(tmp_path / "mounted" / "blobs")
+    blobs.symlink_to(tmp_path / "mounted" / "away")
+    before = sorted(snapshot.iterdir())
+    source.evict("")
+    assert sorted(snapshot.iterdir()) == before
+    assert any(path.name.endswith(".index.json") for path in before), "one of the cache's own"
 
 
 def test_content_that_another_commit_uses_stays(

@@ -12,6 +12,7 @@ import torch
 from checkpoints import one_file, random_weights, sharded
 
 import shardesd
+from shardesd.events import Event, ScanStarted
 from shardesd.source.local import LocalSource
 
 
@@ -113,3 +114,13 @@ def test_three_names_of_one_memory() -> None:
     model = {"a.weight": W, "b.weight": W, "c.weight": W}
     for left in itertools.chain.from_iterable(itertools.combinations("abc", k) for k in (1, 2, 3)):
         assert shardesd.scan(model, include=list(left)).layers["longname"].to_list() == [left[0]]
+
+
+def test_a_stack_that_modules_share_is_counted_once() -> None:
+    shared = torch.randn(4, 32, 16, generator=torch.Generator().manual_seed(0))
+    single = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
+    events: list[Event] = []
+    stored = {"a.experts.w": shared, "b.experts.w": shared, "c.mlp.up_proj.weight": single}
+    result = shardesd.scan(stored, on_event=events.append, cache=False)
+    assert result.layers.height == 5
+    assert [(event.matrices, event.exact) for event in events if isinstance(event, ScanStarted)] == [(5, True)]
