@@ -212,7 +212,8 @@ class Batch:
             with self._changed:
                 ended = not self._threads
             try:
-                item = self._done.get(timeout=0.0 if ended else _POLL)
+                # Not with a timeout of 0, with which Python 3.10 may wait for ever.
+                item = self._done.get_nowait() if ended else self._done.get(timeout=_POLL)
             except queue.Empty:
                 if ended:
                     return
