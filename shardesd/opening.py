@@ -76,7 +76,7 @@ def open_what(what: What, options: ScanOptions) -> Opened:
         return _merged(what, options, [source], base_source, source.model_id, source.revision)
     if what.base is not None:
         raise OptionError(f"--base is for adapters, and {source.model_id} holds a model's own weights")
-    _refuse_adapters_options(what, options, source.model_id)
+    _refuse_adapters_options(what, source.model_id, delta=options.delta)
     checkpoint = _stored(source, options)
     return Opened(checkpoint=checkpoint, model_id=source.model_id, revision=source.revision)
 
@@ -94,7 +94,7 @@ def _live(what: What, model: Any, options: ScanOptions) -> Opened:
     if what.adapters:
         sources = [open_source(adapter) for adapter in what.adapters]
         return _over(what, options, checkpoint, sources, "+".join(source.model_id for source in sources), None)
-    _refuse_adapters_options(what, options, checkpoint.source.model_id)
+    _refuse_adapters_options(what, checkpoint.source.model_id, delta=options.delta)
     return Opened(checkpoint=checkpoint, model_id=checkpoint.source.model_id)
 
 
@@ -105,8 +105,8 @@ def _difference(what: What, options: ScanOptions) -> Opened:
     pair = [open_source(place) for place in (_named(what.model), what.minus)]
     if what.revision is not None:
         pair[0] = open_source(_named(what.model), revision=what.revision)
-    _refuse_adapters_options(what, options, pair[0].model_id)
     one, other = (_complete(_stored(source, options)) for source in pair)
+    _refuse_adapters_options(what, pair[0].model_id)
     return Opened(
         checkpoint=MinusCheckpoint(one, other),
         model_id=f"{pair[0].model_id}-minus-{pair[1].model_id.rpartition('/')[2]}",
@@ -195,10 +195,10 @@ def _peeked(checkpoint: Checkpoint, shard: ShardRef) -> Shard | None:
         return None
 
 
-def _refuse_adapters_options(what: What, options: ScanOptions, model_id: str) -> None:
+def _refuse_adapters_options(what: What, model_id: str, *, delta: bool = False) -> None:
     """What only an adapter could make sense of: whoever asks for it takes the model for one."""
     asked = (
-        ("--delta", options.delta),
+        ("--delta", delta),
         ("--lora-alpha", what.lora_alpha is not None),
         ("--allow-residual-base", what.allow_residual_base),
     )

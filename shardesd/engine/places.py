@@ -76,11 +76,21 @@ class Place(Generic[K, T]):
         """How many groups of tasks that take more than a slot are under way here."""
         return sum(worker.slots > 1 for worker in self.workers)
 
-    def leaves(self, task: Task[K, T], gpus: Sequence[Place[K, T]]) -> bool:
-        """Whether such a task, of which there are too few for all of `gpus`, is rather for later, since one group is
-        solved here and another read, or for a GPU that has less of the kind, or is about to take its share."""
+    def leaves(self, task: Task[K, T], waiting: int, gpus: Sequence[Place[K, T]]) -> bool:
+        """Whether such a task, of whose group so many wait, is for another GPU, or for later.
+
+        A GPU begins one more group of large ones where there are whole ones for all of `gpus` to have as many under
+        way; with fewer, a second one where no other GPU should have it. A third one, which is only to be ready in time,
+        takes all the memory of a whole one or none.
+        """
         large = self.large if task.slots > 1 else 0
-        return large > 1 or (large > 0 and any(gpu.wants(task, large) for gpu in gpus))
+        if not large:
+            return False
+        lacking = sum(max(0, large + 1 - gpu.large) for gpu in gpus)
+        scarce = task.group is None or waiting < lacking * task.most
+        if large > 1:
+            return scarce or not self._holds(task, task.most)
+        return scarce and any(gpu.wants(task, large) for gpu in gpus)
 
     def wants(self, task: Task[K, T], large: int) -> bool:
         """Whether it should have such a task before a GPU where so many are under way."""
@@ -95,9 +105,12 @@ class Place(Generic[K, T]):
             return True
         if ticket.alone or any(worker.tickets[0].alone for worker in working):
             return False
-        task, used = ticket.task, self.device_bytes
-        needed = task.device_bytes + min(task.passing_bytes, task.passing_most)
-        return not used or used + needed <= self.device.budget
+        return not self.device_bytes or self._holds(ticket.task, 1)
+
+    def _holds(self, task: Task[K, T], count: int) -> bool:
+        """Whether the GPU's memory holds so many such tasks beside what is there."""
+        needed = count * task.device_bytes + min(count * task.passing_bytes, task.passing_most)
+        return self.device_bytes + needed <= self.device.budget
 
     def slots_of(self, ticket: Ticket[K, T]) -> float:
         """How many a task takes here."""

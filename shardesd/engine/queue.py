@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import Generic, TypeVar
 
@@ -325,6 +325,8 @@ class _Run(Generic[K, T]):
             return None
         gathered = place.gathered
         gpus = [p for p in self._places if p.is_gpu]
+        choosy = place.is_gpu and place.large > 0
+        left: dict[tuple[Hashable, int], bool] = {}
         only = place.fallback and bool(gpus)
 
         def take(aside: bool) -> Ticket[K, T] | None:
@@ -332,8 +334,12 @@ class _Run(Generic[K, T]):
                 task = ticket.task
                 if task.aside != aside or task.group in gathered:
                     return False
-                if place.is_gpu and place.leaves(task, gpus) and self._ready.is_scarce(task, len(gpus)):
-                    return False
+                if choosy and task.slots > 1:
+                    kind = task.group, task.device_bytes
+                    if kind not in left:
+                        left[kind] = place.leaves(task, self._ready.count(task.group), gpus)
+                    if left[kind]:
+                        return False
                 return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
 
             return self._ready.take(lambda ticket: self._fits(ticket, place), suits)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from shardesd.engine.places import Place, Worker
-from shardesd.engine.work import Task, Ticket
+from shardesd.engine.work import Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -52,10 +52,6 @@ class Ready(Generic[K, T]):
         else:
             insort(self._tickets, ticket, key=_order)
         self._groups[ticket.task.group] += 1
-
-    def is_scarce(self, task: Task[K, T], gpus: int) -> bool:
-        """Whether there are fewer such tasks than a whole group for each GPU, as of those that have no group always."""
-        return task.group is None or self._groups[task.group] < gpus * task.most
 
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""

@@ -212,6 +212,41 @@ def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: in
     assert [size for _, size in seen] == [4, 4, count - 8]
 
 
+def test_a_third_group_of_large_ones_is_whole_or_not_begun() -> None:
+    """Where a GPU's memory holds two and a half."""
+    work = [Task(key=i, run=fail, group="n", most=4, cost=1, slots=4 / 3, device_bytes=10) for i in range(32)]
+    sizes: list[int] = []
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        sizes.append(len(batch))
+        time.sleep(0.02)
+        return together(batch, device)
+
+    assert len(list(Engine((Device("cuda:0", slots=4, budget=100),), budget=100).map(work, run_many=run_many))) == 32
+    assert sizes == [4] * 8
+
+
+def test_a_few_large_ones_are_divided_evenly() -> None:
+    """Of those that are solved one by one each is a group."""
+    lock, devices = threading.Lock(), list[str]()
+
+    def run_one(device: str) -> None:
+        with lock:
+            devices.append(device)
+        time.sleep(0.1)
+
+    def feed() -> Iterator[Task]:
+        yield from (Task(key=i, run=lambda device: None, group="small", cost=0.1) for i in range(8))
+        time.sleep(0.2)  # all GPUs are there
+        yield from (Task(key=i, run=run_one, group="n", most=1, cost=9, slots=4 / 3) for i in range(8, 12))
+
+    for _ in range(10):
+        devices.clear()
+        gpus = tuple(Device(f"cuda:{i}", slots=4) for i in range(2))
+        assert len(list(Engine(gpus, budget=100).map(feed(), run_many=refuse))) == 12
+        assert sorted(devices) == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+
+
 def test_large_ones_are_left_to_gpus_that_have_none() -> None:
     lock, devices = threading.Lock(), list[str]()
 
