@@ -185,6 +185,27 @@ def test_links_to_content_that_is_gone_are_in_nobody_s_way(
     assert any(path.name.endswith(".index.json") for path in before), "one of the cache's own"
 
 
+def test_a_link_to_content_that_comes_again_stays(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the content and the link's removal."""
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name")
+    snapshots = next((tmp_path / "hub-cache").rglob("snapshots"))
+    looks: dict[Path, int] = {}
+
+    def is_gone(path: Path) -> bool:
+        looks[path] = looks.get(path, 0) + 1
+        return looks[path] == 1
+
+    monkeypatch.setattr("shardesd.source.hub._is_gone", is_gone)
+    open_source("org/name").evict("")
+    assert set(looks.values()) == {2}
+    assert len(list(snapshots.rglob(SHARDS))) == 10
+    assert all(path.exists() for path in snapshots.rglob(SHARDS))
+
+
 def test_content_that_another_commit_uses_stays(
     hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,7 @@ def test_options_that_do_not_go_together(base: Path, tmp_path: Path) -> None:
         ([base, "--lora-alpha", "8"], "--lora-alpha is for adapters"),
         ([base, "--allow-residual-base"], "--allow-residual-base is for adapters"),
         ([base, "--minus", base, "--lora-alpha", "8"], "--lora-alpha is for adapters"),
+        ([tmp_path / "adapter", "--minus", base, "--lora-alpha", "8"], "holds an adapter and no base model"),
         ([base, "--base", base], "--base is for adapters"),
         ([base, "--base", base, "--adapter", tmp_path / "adapter"], "one base"),
         ([base, "--minus", base, "--adapter", tmp_path / "adapter"], "--minus goes with"),
