@@ -157,21 +157,34 @@ class Claims:
         }
 
     def _create(self, path: Path, over: Path | None = None) -> Claim | None:
-        """A claim of this process: a new file, or one in the place of `over`'s."""
+        """A claim of this process: a new file, or one in the place of `over`'s; None where there is one.
+
+        It appears with its content: of one that a killed process has left empty nobody could tell whose it is.
+        """
         me = self._me()
-        fresh = path if over is None else path.with_name(f".{path.name}.{me['id']}.tmp")
+        fresh = path.with_name(f".{path.name}.{me['id']}.tmp")
         with named_errors(path):
             try:
                 handle = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-            except FileExistsError:
-                return None
             except FileNotFoundError:
                 path.parent.mkdir(parents=True, exist_ok=True)  # another process was the last to leave
                 return self._create(path, over)
-            os.write(handle, _count(0) + _owner(me))
-            os.fsync(handle)
-            if over is not None:
-                os.replace(fresh, path)
+            try:
+                os.write(handle, _count(0) + _owner(me))
+                os.fsync(handle)
+                if over is not None:
+                    os.replace(fresh, path)
+                    made = True
+                else:
+                    made = _appears(fresh, path)
+            except FileNotFoundError:  # the last to leave has removed it
+                os.close(handle)
+                if over is not None:
+                    raise
+                return self._create(path)
+        if not made:
+            os.close(handle)
+            return None
         return Claim(path, handle, me)
 
     def _dead(self, stem: str, path: Path) -> bytes | None:
@@ -212,6 +225,26 @@ class Claims:
             taking.release()
 
 
+def _appears(fresh: Path, path: Path) -> bool:
+    """Gives a file its name; False where there is one of that name."""
+    try:
+        os.link(fresh, path)
+    except FileNotFoundError:
+        raise
+    except FileExistsError:
+        return os.stat(fresh).st_nlink > 1  # a network's answer that it was done can get lost
+    except OSError:  # a filesystem without links
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            return False
+        os.replace(fresh, path)
+    finally:
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+    return True
+
+
 def _count(number: int) -> bytes:
     return b"%0*d" % (_DIGITS, number)
 
@@ -228,7 +261,7 @@ def _parsed(content: bytes) -> dict[str, Any]:
     try:
         owner = json.loads(content[_DIGITS:])
     except ValueError:
-        return {}  # its owner died, or is yet, between creating and filling it
+        return {}  # without links, its owner died, or is yet, between creating and filling it
     return owner if isinstance(owner, dict) else {}
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from hub_server import wait_until
 
 from shardesd.batch import Claims
@@ -31,6 +34,40 @@ def test_a_model_is_claimed_once_and_freed_by_release(tmp_path: Path) -> None:
         mine.release(claim)
         assert other.take("org--name") is not None
     assert not (tmp_path / "claims").exists()
+
+
+def test_a_process_killed_while_it_claims_leaves_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one would be nobody's, and be waited for."""
+
+    class Killed(BaseException):
+        pass
+
+    def write(handle: int, content: bytes) -> int:
+        raise Killed
+
+    claims = Claims(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", write)
+        with pytest.raises(Killed):
+            claims.take("model")
+    assert not claims.taken("model")
+    assert Claims(tmp_path).take("model") is not None
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["", "a filesystem without links"])
+def test_of_many_who_claim_at_once_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def link(source: Path, target: Path) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", link)
+    for number in range(50):
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(Claims.take, [Claims(tmp_path) for _ in range(8)], [f"model{number}"] * 8))
+        (claim,) = [claim for claim in found if claim is not None]
+        claim.beat()
+        assert not claim.lost.is_set()
+    assert sorted(path.suffix for path in (tmp_path / "claims").iterdir()) == [".claim"] * 50
 
 
 def test_a_claim_from_another_host_is_dead_when_it_stands_still_by_our_own_clock(tmp_path: Path) -> None:
