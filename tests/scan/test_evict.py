@@ -48,6 +48,16 @@ def folder(tmp_path: Path) -> Path:
     return sharded(tmp_path / "weights", tensors, 10)
 
 
+@pytest.fixture
+def snapshot(hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The Hub cache's, of `folder` as org/name, all of which has been downloaded."""
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name")
+    (found,) = next((tmp_path / "hub-cache").rglob("snapshots")).iterdir()
+    return found
+
+
 def on_disk(cache: Path) -> set[str]:
     """Contents of weights in a Hub cache, finished or not."""
     found = set()
@@ -151,15 +161,9 @@ def test_the_cache_may_lie_anywhere(
     assert not on_disk(real)
 
 
-def test_links_to_content_that_is_gone_are_in_nobody_s_way(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_links_to_content_that_is_gone_are_in_nobody_s_way(snapshot: Path, tmp_path: Path) -> None:
     """Two scans that evict each other's shards leave some, and huggingface_hub then passes over the model."""
-    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
-    hub.add("org/name", folder)
-    shardesd.scan("org/name")
     source = open_source("org/name")
-    snapshot = next((tmp_path / "hub-cache").rglob("snapshots")) / str(source.commit)
     blobs = snapshot.parents[1] / "blobs"
     (snapshot / "gone.safetensors").symlink_to(blobs / ("0" * 64))
     source.evict("")
@@ -185,14 +189,8 @@ def test_links_to_content_that_is_gone_are_in_nobody_s_way(
     assert any(path.name.endswith(".index.json") for path in before), "one of the cache's own"
 
 
-def test_a_link_to_content_that_comes_again_stays(
-    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_to_content_that_comes_again_stays(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the look at the content and the link's removal."""
-    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
-    hub.add("org/name", folder)
-    shardesd.scan("org/name")
-    snapshots = next((tmp_path / "hub-cache").rglob("snapshots"))
     looks: dict[Path, int] = {}
 
     def is_gone(path: Path) -> bool:
@@ -202,8 +200,8 @@ def test_a_link_to_content_that_comes_again_stays(
     monkeypatch.setattr("shardesd.source.hub._is_gone", is_gone)
     open_source("org/name").evict("")
     assert set(looks.values()) == {2}
-    assert len(list(snapshots.rglob(SHARDS))) == 10
-    assert all(path.exists() for path in snapshots.rglob(SHARDS))
+    assert len(list(snapshot.rglob(SHARDS))) == 10
+    assert all(path.exists() for path in snapshot.rglob(SHARDS))
 
 
 def test_content_that_another_commit_uses_stays(
