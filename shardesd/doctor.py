@@ -42,7 +42,7 @@ class Finding:
 def examine(out: Path, *, network: bool = True) -> Iterator[Finding]:
     """The findings, one after the other. Without `network` the Hub is not asked.
 
-    Nothing stays on the disk but compiled kernels, in cuda-core's own cache, where a scan finds them.
+    Nothing stays on the disk but compiled kernels, where a scan finds them (`spectra.two_stage`).
     """
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("python", _python),

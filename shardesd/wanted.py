@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardesd import matrices, ties
+from shardesd.cachefolder import users_folder
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard, open_local
 from shardesd.errors import NoRanges, NoSpace, SourceError
 from shardesd.events import Event, Fetching, Notice
-from shardesd.keep import Keep, Recall, default_folder
+from shardesd.keep import Keep, Recall
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, ShardRef, Skip, TensorRef
 from shardesd.source import Claims, cache_folder
@@ -50,8 +51,7 @@ class Wanted:
         if not self.options.evict or source.remote(next((s.name for s in self.checkpoint.shards), "")) is None:
             return
         source.evict("")  # raises now rather than when the first shard is done
-        folder = Path(self.options.cache_dir).expanduser() if self.options.cache_dir else default_folder()
-        self._claims = Claims(folder, source.location, cache_folder())
+        self._claims = Claims(users_folder(self.options.cache_dir), source.location, cache_folder())
         for name in self._claims.orphans():
             source.remove_unfinished(name)
             self._mine[name] = 0

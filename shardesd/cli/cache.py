@@ -27,8 +27,9 @@ _DIR = ScanOptions().cache_dir
 def info(cache_dir: CacheDir = _DIR) -> None:
     """Say where it is and how much it holds."""
     with errors(False):
-        held = _keep(cache_dir).contents()
-        tell(f"{held.folder}: {held.entries:,} entries, {held.nbytes / 1e6:,.1f} MB")
+        keep = _keep(cache_dir)
+        held = keep.contents()
+        tell(f"{keep.folder}: {held.entries:,} entries, {held.nbytes / 1e6:,.1f} MB")
 
 
 @cache.command()
@@ -57,4 +58,4 @@ def _prune(cache_dir: str | None, limit: int) -> None:
     keep = _keep(cache_dir)
     removed = keep.prune(limit)
     left = keep.contents()
-    tell(f"removed {removed:,} entries, {left.entries:,} ({left.nbytes / 1e6:,.1f} MB) left in {left.folder}")
+    tell(f"removed {removed:,} entries, {left.entries:,} ({left.nbytes / 1e6:,.1f} MB) left in {keep.folder}")

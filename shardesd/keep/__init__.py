@@ -6,9 +6,9 @@ model's name. `Recall` is one scan's use of it.
 
 from __future__ import annotations
 
-from shardesd.keep.files import Contents
+from shardesd.cachefolder import Contents
 from shardesd.keep.keys import digest, spectrum_key
 from shardesd.keep.recall import Recall
-from shardesd.keep.spectra import Keep, default_folder
+from shardesd.keep.spectra import Keep
 
-__all__ = ["Contents", "Keep", "Recall", "default_folder", "digest", "spectrum_key"]
+__all__ = ["Contents", "Keep", "Recall", "digest", "spectrum_key"]

@@ -6,22 +6,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shardesd.cachefolder import CacheFolder, Contents, users_folder
 from shardesd.errors import ResultsError
-from shardesd.keep.files import Contents, Files
 from shardesd.keep.keys import place_key
 from shardesd.records import Spectrum
-
-
-def default_folder() -> Path:
-    """shardesd's folder among the user's caches."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("shardesd", appauthor=False)
 
 
 class Keep:
@@ -34,7 +26,8 @@ class Keep:
     def __init__(
         self, folder: str | os.PathLike[str] | None, limit: int, warn: Callable[[str], None] = lambda words: None
     ) -> None:
-        self._files = Files(Path(folder).expanduser() if folder is not None else default_folder(), limit)
+        self.folder = users_folder(folder)
+        self._files = CacheFolder(self.folder / "spectra", limit)
         self._warn = warn
         self._writes = True
         self._changed = threading.Condition()
@@ -84,8 +77,7 @@ class Keep:
         try:
             return self._files.prune(limit)
         except OSError as error:
-            folder = self._files.folder.parent
-            raise ResultsError(f"the cache {folder} can't be written: {error.strerror or error}") from error
+            raise ResultsError(f"the cache {self.folder} can't be written: {error.strerror or error}") from error
 
     def flush(self) -> None:
         """Returns once everything that was put is written."""
@@ -127,7 +119,7 @@ class Keep:
         except Exception as error:  # whatever it is, nobody may wait for this thread
             self._stop()
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            self._warn(f"spectra are not kept: {self._files.folder.parent} can't be written ({why})")
+            self._warn(f"spectra are not kept: {self.folder} can't be written ({why})")
 
     def _stop(self) -> None:
         with self._changed:

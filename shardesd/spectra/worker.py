@@ -6,9 +6,6 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from shardesd.spectra import two_stage
-from shardesd.spectra.policy import choose_precision
-
 if TYPE_CHECKING:
     import torch
 
@@ -30,8 +27,6 @@ def prepare_worker(device: str, threads: int) -> None:
         torch = loaded_torch()
         # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
         with _first:
-            if not _loaded and choose_precision("auto", device) == "float64":
-                two_stage.import_early()
             torch.cuda.set_device(device)
             if not _loaded:
                 torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))

@@ -19,9 +19,9 @@ from hub_server import HubServer, use_hub
 from safetensors.numpy import load_file, save_file
 
 import shardesd
+from shardesd.cachefolder import CacheFolder
 from shardesd.events import MatrixStarted, Notice, RowDone
 from shardesd.keep import Keep
-from shardesd.keep.files import Files
 
 
 def scanned(place: Any, **options: Any) -> tuple[shardesd.Result, int, int]:
@@ -261,10 +261,10 @@ def test_statistics_read_what_kept_spectra_would_not(tmp_path: Path, monkeypatch
 def test_what_cannot_be_kept_for_any_reason_ends_no_scan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes may have no memory; and nobody waits for it when it has gone."""
 
-    def no_memory(self: Files, entries: object) -> None:
+    def no_memory(self: CacheFolder, entries: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(Files, "put_all", no_memory)
+    monkeypatch.setattr(CacheFolder, "put_all", no_memory)
     said: list[str] = []
     result = shardesd.scan(
         one_file(tmp_path / "model", random_weights()),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from shardesd import scanner, spectra
 from shardesd.engine import Device, Engine, Task
 from shardesd.events import Event, Notice
 from shardesd.spectra import cublas, cusolver, eigen, two_stage
-from shardesd.spectra.two_stage import compile
+from shardesd.spectra.two_stage import loaded
 
 CUDA = torch.device("cuda", 0)
 
@@ -36,9 +35,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
-    compile.unavailable_reason.cache_clear()
+    loaded.unavailable_reason.cache_clear()
     yield
-    compile.unavailable_reason.cache_clear()
+    loaded.unavailable_reason.cache_clear()
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     class Kernels:
         largest_n = 8192
 
-    monkeypatch.setattr(compile, "kernels", lambda index: Kernels())
+    monkeypatch.setattr(loaded, "kernels", lambda index: Kernels())
     monkeypatch.setattr(cusolver, "available", lambda: True)
 
 
@@ -113,7 +112,7 @@ def test_small_batches_are_taken_where_cusolver_has_no_batched_solver(
 
 def test_a_card_with_slow_float64_never_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eigen, "single_to_double_ratio", lambda index: 64)
-    monkeypatch.setattr(compile, "kernels", no_compiler)
+    monkeypatch.setattr(loaded, "kernels", no_compiler)
     assert not eigen._two_stage_takes(CUDA, 1024, 8)
     assert spectra.why_not_batched(0) == "its float64 is slow"
     assert spectra.missing_batched(0) is None, "it is no fault"
@@ -131,7 +130,7 @@ def test_a_card_with_slow_float64_never_asks_for_it(monkeypatch: pytest.MonkeyPa
 def test_why_not(
     monkeypatch: pytest.MonkeyPatch, kernels: Any, capability: tuple[int, int], cuda: str | None, said: str
 ) -> None:
-    monkeypatch.setattr(compile, "kernels", kernels)
+    monkeypatch.setattr(loaded, "kernels", kernels)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     reason = two_stage.unavailable_reason(CUDA)
@@ -160,7 +159,7 @@ def test_the_reason_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exceptio
     def kernels(index: int) -> Any:
         raise error
 
-    monkeypatch.setattr(compile, "kernels", kernels)
+    monkeypatch.setattr(loaded, "kernels", kernels)
     reason = str(spectra.why_not_batched(0))
     assert reason.endswith(said)
     assert reason == " ".join(reason.split())
@@ -198,18 +197,18 @@ def test_a_refused_launch_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -
 def test_trouble_while_the_kernels_load_goes_to_the_engine_and_is_forgotten(
     compiled: None, monkeypatch: pytest.MonkeyPatch, error: Exception, trouble: str
 ) -> None:
-    works = compile.kernels
+    works = loaded.kernels
 
     def kernels(index: int) -> Any:
         raise error
 
-    monkeypatch.setattr(compile, "kernels", kernels)
+    monkeypatch.setattr(loaded, "kernels", kernels)
     for ask in (lambda: eigen._two_stage_takes(CUDA, 1024, 8), lambda: spectra.why_not_batched(0)):
         with pytest.raises(type(error)) as caught:
             ask()
         assert spectra.trouble(caught.value) == trouble
     assert spectra.missing_batched(0) is None
-    monkeypatch.setattr(compile, "kernels", works)
+    monkeypatch.setattr(loaded, "kernels", works)
     assert eigen._two_stage_takes(CUDA, 1024, 8), "there is memory again"
 
 
@@ -264,21 +263,21 @@ def test_what_the_driver_refuses_is_no_lost_device() -> None:
 def test_the_engine_tries_again_where_there_was_no_memory_for_the_kernels(
     compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, tries = compile.kernels, iter(range(100))
+    works, tries = loaded.kernels, iter(range(100))
 
     def kernels(index: int) -> Any:
         if next(tries) == 0:
             raise CUDAError("CUDA_ERROR_OUT_OF_MEMORY: The API call failed")
         return works(index)
 
-    monkeypatch.setattr(compile, "kernels", kernels)
+    monkeypatch.setattr(loaded, "kernels", kernels)
     engine = Engine((Device("cuda:0"),), budget=10**9, classify=spectra.trouble)
     outcomes = list(engine.map(Task(key=i, run=lambda device: eigen._two_stage_takes(CUDA, 1024, 1)) for i in range(3)))
     assert [(outcome.value, outcome.device) for outcome in outcomes] == [(True, "cuda:0")] * 3
 
 
 def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuda-core can't be imported by several threads at once: all but the first found no batched solver, for good."""
+    """All but the first found no batched solver, for good, when each imported cuda-core and found half a package."""
     made: list[int] = []
     at_work: list[int] = []
 
@@ -290,42 +289,13 @@ def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(mon
             at_work.remove(index)
             made.append(index)
 
-    monkeypatch.setattr(compile, "Kernels", Kernels)
-    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setattr(loaded, "Kernels", Kernels)
+    monkeypatch.setattr(loaded, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(compile.kernels, [0, 1] * 8))
+        found = list(pool.map(loaded.kernels, [0, 1] * 8))
     assert sorted(made) == [0, 1]
     assert [kernels is found[at % 2] for at, kernels in enumerate(found)] == [True] * 16
-
-
-def test_those_who_need_the_kernels_wait_for_the_early_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing, go = threading.Event(), threading.Event()
-
-    class Finder:
-        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            if name.partition(".")[0] == "cuda":
-                importing.set()
-                go.wait(10)
-                raise ImportError("half a package")
-
-    hooked: list[object] = []
-    for name in [name for name in sys.modules if name.partition(".")[0] == "cuda"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
-    monkeypatch.setattr(threading, "excepthook", hooked.append)
-    monkeypatch.setattr(compile, "Kernels", lambda index: f"kernels of {index}")
-    monkeypatch.setattr(compile, "_loaded", {})
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    two_stage.import_early()
-    assert importing.wait(10)
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(compile.kernels, 0)
-        time.sleep(0.05)
-        assert not loading.done()
-        go.set()
-        assert str(loading.result(10)) == "kernels of 0"
-    assert hooked == [], "what is wrong with the package is said when it is needed"
 
 
 def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

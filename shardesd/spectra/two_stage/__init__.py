@@ -22,30 +22,23 @@ TOLERANCE = 1e-13
 def unavailable_reason(device: torch.device) -> str | None:
     """None where the solver runs on `device`, else why not, in one line.
 
-    The first call for a device compiles the kernels (seconds) or finds them in cuda-core's cache on disk. Raises what
-    CUDA raises where there is no memory for them or the device is lost.
+    The first call for a device compiles the kernels (seconds) or finds them in shardesd's folder among the user's
+    caches. Raises what CUDA raises where there is no memory for them or the device is lost.
     """
     if device.type != "cuda":
         return "the batched eigensolver needs a CUDA device"
     import torch
 
-    from shardesd.spectra.two_stage.compile import unavailable_reason as of_device
+    from shardesd.spectra.two_stage.loaded import unavailable_reason as of_device
 
     return of_device(torch.cuda.current_device() if device.index is None else device.index)
-
-
-def import_early() -> None:
-    """Starts importing what the solver needs, in a thread, while the caller makes ready to use a GPU."""
-    from shardesd.spectra.two_stage.compile import import_early as start
-
-    start()
 
 
 def largest_n(device: torch.device) -> int:
     """The largest matrix that the solver takes on `device`: 8192 on an H100."""
     import torch
 
-    from shardesd.spectra.two_stage.compile import kernels
+    from shardesd.spectra.two_stage.loaded import kernels
 
     return kernels(torch.cuda.current_device() if device.index is None else device.index).largest_n
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardesd.spectra import cublas
-from shardesd.spectra.two_stage.compile import (
+from shardesd.spectra.two_stage.launch import Launcher
+from shardesd.spectra.two_stage.layout import BAND_ROWS, WIDTH, Layout, layout
+from shardesd.spectra.two_stage.loaded import (
     CHASE_SHARED,
     CHASE_THREADS,
     MAX_CLUSTER,
@@ -15,8 +17,6 @@ from shardesd.spectra.two_stage.compile import (
     kernels,
     panel_shared,
 )
-from shardesd.spectra.two_stage.launch import Launcher
-from shardesd.spectra.two_stage.layout import BAND_ROWS, WIDTH, Layout, layout
 
 if TYPE_CHECKING:
     import torch

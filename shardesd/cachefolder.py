@@ -1,8 +1,8 @@
 """A bounded folder of small checksummed files that any number of processes use at once.
 
-    FOLDER/spectra/ab/ab….kept      digest · length of the JSON · JSON · data
-    FOLDER/spectra/size             bytes of all of them, never less than the truth
-    FOLDER/spectra/lock
+    FOLDER/ab/ab….kept      digest · length of the JSON · JSON · data
+    FOLDER/size             bytes of all of them, never less than the truth
+    FOLDER/lock
 
 Files appear whole (written beside, renamed), so that reading takes no lock. Writing does: the bytes are added to `size`
 before the file appears, so that a process killed in between leaves the sum too large, never too small, and the bound
@@ -38,22 +38,30 @@ _AFTER_PRUNE = 0.9
 """Of the bound, what is left when it was reached, so that not every file that is added makes room for itself."""
 
 
+def users_folder(named: str | os.PathLike[str] | None = None) -> Path:
+    """The folder that the user named, else shardesd's among the user's caches."""
+    if named is not None:
+        return Path(named).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("shardesd", appauthor=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
     """What a folder holds."""
 
-    folder: Path
     entries: int
     nbytes: int
     oldest: float | None = None
     """When the entry that will go next was last used, in seconds since 1970."""
 
 
-class Files:
+class CacheFolder:
     """The folder. `limit` bytes are the most that it takes. For any number of threads."""
 
     def __init__(self, folder: Path, limit: int) -> None:
-        self.folder = folder / "spectra"
+        self.folder = folder
         self.limit = limit
         self._thread_lock = threading.Lock()
         self._lock = filelock.FileLock(str(self.folder / "lock"), timeout=_LOCK_SECONDS, poll_interval=0.005)
@@ -125,7 +133,6 @@ class Files:
         """Counted anew from the files."""
         found = list(self._entries())
         return Contents(
-            folder=self.folder.parent,
             entries=len(found),
             nbytes=sum(size for _, size, _ in found),
             oldest=min((used for used, _, _ in found), default=None),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardesd.keep.files import Files
+from shardesd.cachefolder import CacheFolder
 
 
 def key(n: int) -> str:
@@ -21,28 +21,28 @@ def key(n: int) -> str:
 
 
 def entries(folder: Path) -> list[Path]:
-    return sorted((folder / "spectra").glob("??/*.kept"))
+    return sorted(folder.glob("??/*.kept"))
 
 
 def used(folder: Path) -> int:
     """Bytes of everything, unfinished files too."""
-    return sum(path.stat().st_size for path in (folder / "spectra").glob("??/*"))
+    return sum(path.stat().st_size for path in folder.glob("??/*"))
 
 
 def test_what_is_put_is_got(tmp_path: Path) -> None:
-    files = Files(tmp_path, 10**6)
+    files = CacheFolder(tmp_path, 10**6)
     assert files.get(key(1)) is None
     files.put(key(1), {"a": 1}, b"data")
     files.put(key(2), {"b": "é"})
     assert files.get(key(1)) == ({"a": 1}, b"data")
     assert files.get(key(2)) == ({"b": "é"}, b"")
     files.put(key(1), {}, b"other")
-    assert Files(tmp_path, 10**6).get(key(1)) == ({}, b"other")
+    assert CacheFolder(tmp_path, 10**6).get(key(1)) == ({}, b"other")
 
 
 @pytest.mark.parametrize("position", [0, 19, 20, 23, 24, 30, -1])
 def test_a_damaged_entry_is_as_if_it_had_never_been(tmp_path: Path, position: int) -> None:
-    files = Files(tmp_path, 10**6)
+    files = CacheFolder(tmp_path, 10**6)
     files.put(key(1), {"a": 1}, bytes(1000))
     (path,) = entries(tmp_path)
     content = bytearray(path.read_bytes())
@@ -54,7 +54,7 @@ def test_a_damaged_entry_is_as_if_it_had_never_been(tmp_path: Path, position: in
 
 @pytest.mark.parametrize("length", [0, 3, 20, 22, 500])
 def test_a_torn_entry_too(tmp_path: Path, length: int) -> None:
-    files = Files(tmp_path, 10**6)
+    files = CacheFolder(tmp_path, 10**6)
     files.put(key(1), {"a": 1}, bytes(1000))
     (path,) = entries(tmp_path)
     path.write_bytes(path.read_bytes()[:length])
@@ -62,7 +62,7 @@ def test_a_torn_entry_too(tmp_path: Path, length: int) -> None:
 
 
 def test_an_entry_under_the_name_of_another_is_not_taken(tmp_path: Path) -> None:
-    files = Files(tmp_path, 10**6)
+    files = CacheFolder(tmp_path, 10**6)
     files.put(key(1), {}, b"one")
     files.put(key(2), {}, b"two")
     os.replace(files._path(key(1)), files._path(key(2)))
@@ -70,7 +70,7 @@ def test_an_entry_under_the_name_of_another_is_not_taken(tmp_path: Path) -> None
 
 
 def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
-    files = Files(tmp_path, 5000)
+    files = CacheFolder(tmp_path, 5000)
     for n in range(4):
         files.put(key(n), {}, bytes(1000))
         os.utime(files._path(key(n)), (n, n))
@@ -83,7 +83,7 @@ def test_the_least_recently_used_goes_first(tmp_path: Path) -> None:
 
 
 def test_one_that_is_too_large_is_not_kept_and_drives_nothing_out(tmp_path: Path) -> None:
-    files = Files(tmp_path, 2000)
+    files = CacheFolder(tmp_path, 2000)
     files.put(key(1), {}, bytes(1000))
     files.put(key(2), {}, bytes(3000))
     assert files.get(key(1)) is not None
@@ -91,32 +91,32 @@ def test_one_that_is_too_large_is_not_kept_and_drives_nothing_out(tmp_path: Path
 
 
 def test_many_are_put_within_the_bound(tmp_path: Path) -> None:
-    files = Files(tmp_path, 20_000)
+    files = CacheFolder(tmp_path, 20_000)
     files.put_all((key(n), {"n": n}, bytes([n]) * 1000) for n in range(100))
     found = [files.get(key(n)) for n in range(100)]
     assert found[-1] == ({"n": 99}, bytes([99]) * 1000)
     assert 15 <= sum(one is not None for one in found) < 20
     assert used(tmp_path) <= 20_000
-    assert int((tmp_path / "spectra" / "size").read_text()) >= used(tmp_path)
+    assert int((tmp_path / "size").read_text()) >= used(tmp_path)
 
 
 def test_a_lost_or_wrong_sum_is_mended(tmp_path: Path) -> None:
-    files = Files(tmp_path, 5000)
+    files = CacheFolder(tmp_path, 5000)
     for n in range(4):
         files.put(key(n), {}, bytes(1000))
     for wrong in (b"", b"nonsense", b"%020d" % 10**12):
-        (tmp_path / "spectra" / "size").write_bytes(wrong)
+        (tmp_path / "size").write_bytes(wrong)
         files.put(key(9), {}, bytes(1000))
         assert used(tmp_path) <= 5000
-    assert int((tmp_path / "spectra" / "size").read_text()) >= used(tmp_path)
+    assert int((tmp_path / "size").read_text()) >= used(tmp_path)
 
 
 def test_prune_and_clear(tmp_path: Path) -> None:
-    files = Files(tmp_path, 10**6)
+    files = CacheFolder(tmp_path, 10**6)
     assert files.prune(0) == 0
     for n in range(10):
         files.put(key(n), {}, bytes(1000))
-    stranger = tmp_path / "spectra" / "00" / "mine.txt"
+    stranger = tmp_path / "00" / "mine.txt"
     stranger.parent.mkdir(exist_ok=True)
     stranger.write_text("not ours")
     assert files.prune(5200) == 5
@@ -128,8 +128,8 @@ def test_prune_and_clear(tmp_path: Path) -> None:
 
 WRITER = """
 import hashlib, random, sys
-from shardesd.keep.files import Files
-files = Files(__import__("pathlib").Path(sys.argv[1]), 100_000)
+from shardesd.cachefolder import CacheFolder
+files = CacheFolder(__import__("pathlib").Path(sys.argv[1]), 100_000)
 seed = random.Random(int(sys.argv[2]))
 while True:
     n = seed.randrange(200)
@@ -169,7 +169,7 @@ def test_four_processes_under_kill_9(tmp_path: Path) -> None:
         process.wait()
     assert killed > 5
     assert 50_000 < over <= 100_000
-    files = Files(tmp_path, 100_000)
+    files = CacheFolder(tmp_path, 100_000)
     files.put(key(1000), {}, bytes(500))  # the lock of a dead process is free
     for n in range(200):
         found = files.get(key(n))

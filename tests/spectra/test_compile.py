@@ -1,0 +1,144 @@
+"""The kernels' machine code: compiled once, then taken from the disk; made anew when anything that it follows from is
+another."""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from shardesd.spectra.two_stage import compile
+
+Made = list[tuple[str, str]]
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
+    """What a stand-in for cuda-core, whose version is that of pytest, has compiled: the architecture and the macros."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: Made = []
+
+    class ProgramOptions:
+        def __init__(self, *, arch: str, std: str, define_macro: list[str] | None) -> None:
+            assert std == "c++17"
+            self.arch, self.macros = arch, " ".join(define_macro or [])
+
+    class Program:
+        def __init__(self, source: str, kind: str, options: ProgramOptions) -> None:
+            assert kind == "c++"
+            assert "__global__" in source
+            self.options = options
+
+        def compile(self, kind: str) -> Any:
+            assert kind == "cubin"
+            made.append((self.options.arch, self.options.macros))
+            self.code = f"code {len(made)}".encode() * len(made)
+            return self
+
+    core = ModuleType("cuda.core")
+    core.Program, core.ProgramOptions = Program, ProgramOptions  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda.core", core)
+    versions(monkeypatch, {"cuda-core": "1.2", "nvidia-cuda-nvrtc": "13.0"})
+    return made
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, known: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in known:
+            raise metadata.PackageNotFoundError(name)
+        return known[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted(folder.glob("shardesd/kernels/??/*.kept"))
+
+
+def test_compiled_once(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile.machine_code("sm_90")
+    assert first == [f"code {n}".encode() * n for n in range(1, len(compile.MODULES) + 1)]
+    assert made == [("sm_90", " ".join(macros)) for *_, macros in compile.MODULES]
+    monkeypatch.setitem(sys.modules, "cuda.core", None)  # can't be imported, and needn't be
+    assert compile.machine_code("sm_90") == first
+    assert len(kept(tmp_path)) == 1
+
+
+def test_made_anew_for_another_card_or_compiler(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    count = len(compile.MODULES)
+    compile.machine_code("sm_90")
+    compile.machine_code("sm_100")
+    assert len(made) == 2 * count
+    versions(monkeypatch, {"cuda-core": "1.2", "nvidia-cuda-nvrtc": "13.1"})
+    compile.machine_code("sm_90")
+    versions(monkeypatch, {"cuda-core": "1.3", "nvidia-cuda-nvrtc": "13.1"})
+    compile.machine_code("sm_90")
+    assert len(made) == 4 * count
+    assert len(kept(tmp_path)) == 4
+    compile.machine_code("sm_90")
+    assert len(made) == 4 * count
+
+
+def test_made_anew_for_another_source(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compile.machine_code("sm_90")
+    sources = tmp_path / "sources"
+    sources.mkdir()
+    for path in compile._SOURCES.iterdir():
+        (sources / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(compile, "_SOURCES", sources)
+    compile.machine_code("sm_90")
+    assert len(made) == len(compile.MODULES), "the same words elsewhere"
+    with (sources / "chase.cu").open("a") as stream:
+        stream.write("// mended\n")
+    compile.machine_code("sm_90")
+    assert len(made) == 2 * len(compile.MODULES)
+
+
+def test_a_damaged_one_is_compiled_again(made: Made, tmp_path: Path) -> None:
+    first = compile.machine_code("sm_90")
+    (path,) = kept(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    again = compile.machine_code("sm_90")
+    assert len(made) == 2 * len(compile.MODULES)
+    assert again != first, "the stand-in never makes the same"
+    assert compile.machine_code("sm_90") == again
+
+
+def test_without_a_place_to_keep_it(made: Made, tmp_path: Path) -> None:
+    (tmp_path / "shardesd").write_text("no folder")
+    assert len(compile.machine_code("sm_90")) == len(compile.MODULES)
+    assert len(compile.machine_code("sm_90")) == len(compile.MODULES)
+    assert len(made) == 2 * len(compile.MODULES)
+
+
+def test_without_cuda_core(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even what is kept is used: what compiled it is not known."""
+    compile.machine_code("sm_90")
+    versions(monkeypatch, {})
+    with pytest.raises(ImportError, match="cuda-core"):
+        compile.machine_code("sm_90")
+
+
+def test_threads_at_once(made: Made) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(compile.machine_code, [f"sm_{90 + at % 2}" for at in range(16)]))
+    for at, codes in enumerate(found):
+        assert len(codes) == len(compile.MODULES), at
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
+def test_nvrtc_compiles_them_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arch: str) -> None:
+    """NVRTC needs no GPU."""
+    pytest.importorskip("cuda.core", reason="needs cuda-core and NVRTC: pip install 'shardesd[gpu]'")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for (source, names, *_), code in zip(compile.MODULES, compile.machine_code(arch), strict=True):
+        assert code.startswith(b"\x7fELF"), source
+        for name in names:
+            assert f".text.{name}\0".encode() in code, (source, name)

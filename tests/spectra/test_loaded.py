@@ -1,0 +1,134 @@
+"""What the driver is asked when the kernels are loaded, by a stand-in for it."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from shardesd.spectra import cublas, driver
+from shardesd.spectra.two_stage import compile, loaded
+
+torch = pytest.importorskip("torch")
+NAMES = [name for _, names, *_ in compile.MODULES for name in names]
+
+
+class Driver:
+    """CUDA's driver: an H100 with room for eight clusters of eight blocks, as far as is asked of it."""
+
+    def __init__(self, refused: str = "") -> None:
+        self.refused = refused
+        self.code: dict[int, bytes] = {}
+        self.names: dict[int, str] = {}
+        self.set: list[tuple[int, int, str]] = []
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*given: Any) -> int:
+            if name == self.refused:
+                return 209
+            getattr(self, f"_{name}")(*given)
+            return 0
+
+        return call
+
+    def _cuDeviceGet(self, found: Any, index: int) -> None:
+        found._obj.value = 7 + index
+
+    def _cuLibraryLoadData(self, found: Any, code: bytes, *options: Any) -> None:
+        assert options == (None, None, 0, None, None, 0)
+        found._obj.value = 2**40 + len(self.code)
+        self.code[found._obj.value] = code
+
+    def _cuLibraryGetKernel(self, found: Any, library: ctypes.c_void_p, name: bytes) -> None:
+        code = self.code[library.value or 0]
+        assert name.decode() in code.decode().split()
+        found._obj.value = 2**41 + len(self.names)
+        self.names[found._obj.value] = name.decode()
+
+    def _cuDeviceGetAttribute(self, found: Any, attribute: int, device: int) -> None:
+        assert (attribute, device) == (97, 7)  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        found._obj.value = 232448
+
+    def _cuKernelGetAttribute(self, found: Any, attribute: int, kernel: ctypes.c_void_p, device: int) -> None:
+        assert (attribute, device) == (1, 7)  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        found._obj.value = 448 if self.names[kernel.value or 0] == "panel" else 0
+
+    def _cuKernelSetAttribute(self, attribute: int, value: int, kernel: ctypes.c_void_p, device: int) -> None:
+        assert device == 7
+        self.set.append((attribute, value, self.names[kernel.value or 0]))
+
+    def _cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, found: Any, kernel: ctypes.c_void_p, threads: int, shared: ctypes.c_size_t
+    ) -> None:
+        assert (self.names[kernel.value or 0], threads, shared.value) == ("chase", 576, 131072)
+        found._obj.value = 1
+
+    def _cuOccupancyMaxActiveClusters(self, found: Any, kernel: ctypes.c_void_p, config: ctypes.c_void_p) -> None:
+        assert self.names[kernel.value or 0] == "panel"
+        *shape, attributes, count = struct.unpack("<7I4xQQI4x", ctypes.string_at(config.value or 0, 56))
+        assert count == 1
+        kind, size, *rest = struct.unpack_from("<I4x3I", ctypes.string_at(attributes, 72))
+        assert (kind, rest) == (4, [1, 1])  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        assert shape == [size, 1, 1, 512, 1, 1, 147456, 0]
+        self.sizes.append(size)
+        found._obj.value = 64 // size if size <= 8 else 0
+
+
+@pytest.fixture(autouse=True)
+def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    def machine_code(arch: str) -> list[bytes]:
+        assert arch == "sm_90"
+        return [" ".join(names).encode() for _, names, *_ in compile.MODULES]
+
+    class Properties:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(cublas, "available", lambda: True)
+    monkeypatch.setattr(loaded, "machine_code", machine_code)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1, 1))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+
+
+def given(monkeypatch: pytest.MonkeyPatch, refused: str = "") -> Driver:
+    stand_in = Driver(refused)
+    monkeypatch.setattr(driver, "library", lambda: stand_in)
+    return stand_in
+
+
+def test_what_is_loaded_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = given(monkeypatch)
+    kernels = loaded.Kernels(0)
+    assert list(stand_in.names.values()) == NAMES
+    assert {"fill", "fill_float32", "panel", "finish"} <= kernels._handles.keys()
+    assert len(set(kernels._handles.values())) == len(NAMES)
+    for name in NAMES:  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, …_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        assert (8, 232000 if name == "panel" else 232448, name) in stand_in.set
+        assert (14, 1, name) in stand_in.set
+    assert stand_in.sizes == list(range(1, 17))
+    assert kernels.clusters == [64, 32, 21, 16, 12, 10, 9, 8, *[0] * 8]
+    assert kernels.largest_n == 32 + 32 * 16 * 8
+    assert kernels.chase_blocks == 132
+    assert kernels.fitting_cluster(1, 16, 16) == 4
+    assert kernels.fitting_cluster(6, 16, 100) == 6
+
+
+@pytest.mark.parametrize(
+    "refused", ["cuLibraryLoadData", "cuLibraryGetKernel", "cuKernelSetAttribute", "cuOccupancyMaxActiveClusters"]
+)
+def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    given(monkeypatch, refused)
+    monkeypatch.setattr(driver, "_name", {209: "CUDA_ERROR_NO_BINARY_FOR_GPU"}.get)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    loaded.unavailable_reason.cache_clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    reason = loaded.unavailable_reason(0)
+    loaded.unavailable_reason.cache_clear()
+    assert reason == (
+        f"the batched eigensolver's kernels did not compile or load: CUDA_ERROR_NO_BINARY_FOR_GPU: {refused} failed"
+    )
