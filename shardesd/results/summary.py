@@ -60,6 +60,7 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
     fitted = ok & (layers["alpha"].to_numpy() > 0)
     ranked = ok & ~(layers["matrix_rank"].to_numpy() <= 1)  # also where it is unknown
     first = layers.row(0, named=True) if layers.height else {"model_id": model_id, "revision": revision}
+    params = layers["params"].fill_null(0) if layers["params"].null_count() else layers["params"]
     alpha = _numbers(layers, "alpha", fitted)
     spectral_norm, stable_rank = (_numbers(layers, name, ok) for name in ("spectral_norm", "stable_rank"))
     entropy = _numbers(layers, "entropy", ranked)
@@ -86,7 +87,7 @@ def summarise(layers: pl.DataFrame, model_id: str = "", revision: str | None = N
         "stable_rank_median": _quantile(stable_rank, 0.5),
         "entropy_mean": _mean(entropy),
         "entropy_median": _quantile(entropy, 0.5),
-        "total_params": int(layers["params"].filter(pl.Series(ok)).sum()),
+        "total_params": int(params.to_numpy()[ok].sum()),
         "seconds": float(layers["seconds"].sum()),
     }
     return {name: values[name] for name in SUMMARY_COLUMNS}
@@ -103,7 +104,10 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 def _quantile(values: np.ndarray, q: float) -> float | None:
-    return float(np.quantile(values, q)) if values.size else None
+    """As `numpy.quantile`, which takes a tenth of a second for its first one: it imports numpy's masked arrays."""
+    if not values.size:
+        return None
+    return float(np.interp(q * (values.size - 1), np.arange(values.size), np.sort(values)))
 
 
 def update_summary(out: Path, row: Mapping[str, Any]) -> Path:

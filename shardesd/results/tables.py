@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, get_args, get_type_hints
 
 import polars as pl
@@ -64,9 +64,11 @@ def plain_value(value: Any, kind: type) -> Any:
 
 def plain_values(values: Sequence[Any], kind: type) -> Sequence[Any]:
     """`plain_value` of each."""
-    if set(map(type, values)) == {kind}:
+    kinds = set(map(type, values))
+    if kinds <= {kind, NoneType}:
         is_plain = _IS_PLAIN.get(kind)
-        if is_plain is None or all(map(is_plain, values)):
+        known = values if NoneType not in kinds else [value for value in values if value is not None]
+        if is_plain is None or all(map(is_plain, known)):
             return values
     return [plain_value(value, kind) for value in values]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -57,20 +58,51 @@ class Bytes:
         return view
 
 
+class Pinned:
+    """Memory of this process that a device reads by itself.
+
+    Like torch's own it is kept for who needs some next, and never freed: to pin it is what takes time.
+    """
+
+    def __init__(self) -> None:
+        import torch
+
+        self.flat = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=driver.library() is None)
+        self.memory = self.flat.numpy()
+        """The same; of which a part can be taken without giving the interpreter's lock away."""
+        self.arrived, self.worked = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        """What was sent from it; what was made of that."""
+        self._is_new = True
+
+    def pin(self) -> None:
+        """Before it is sent for the first time. By then the threads that read into it have brought its pages in, all
+        at once, which alone would take CUDA ten times as long as the rest, while this process could map no other."""
+        if self._is_new:
+            self._is_new = False
+            driver.pin(self.flat)
+
+
 class Buffer:
     """Pinned memory, and as much on a device."""
 
     def __init__(self, device: torch.device, travel: torch.cuda.Stream) -> None:
         import torch
 
-        self.here = torch.empty(UPLOAD_BYTES, dtype=torch.uint8, pin_memory=True)
-        self.memory = self.here.numpy()
-        """The same; of which a part can be taken without giving the interpreter's lock away."""
+        idle = _idle.setdefault((device, UPLOAD_BYTES), SimpleQueue())
+        try:
+            pinned = idle.get_nowait()
+        except Empty:
+            pinned = Pinned()
+        weakref.finalize(self, idle.put, pinned).atexit = False
+        self._pinned, self.here, self.memory = pinned, pinned.flat, pinned.memory
+        self.arrived, self.worked = pinned.arrived, pinned.worked
         self.there = Bytes(torch.empty(UPLOAD_BYTES, dtype=torch.uint8, device=device))
         self.there.flat.record_stream(travel)  # or what is still on its way could arrive in another's memory
-        self.arrived, self.worked = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
-        for event in (self.arrived, self.worked):  # after what was done with this memory before
-            event.record(torch.cuda.current_stream(device))
+        self.worked.record(torch.cuda.current_stream(device))  # after what was done with that memory before
+
+    def pin(self) -> None:
+        """See `Pinned.pin`."""
+        self._pinned.pin()
 
     def wait(self) -> None:
         """Until it may be read into, since what it held has arrived."""
@@ -136,6 +168,11 @@ class Staging:
                 return self._free.get(timeout=LOOK)
             look()
 
+    def begin(self) -> None:
+        """Makes a buffer before one is needed, where there is memory for it."""
+        with suppress(RuntimeError):
+            self.give(self._one(lambda: None))
+
     def drop(self) -> None:
         """Lets go of the buffers that nobody uses; made anew when they are needed."""
         used: list[Buffer] = []
@@ -167,6 +204,7 @@ class Staging:
         if not isinstance(where, Buffer):
             return Bytes(where.to(self._device))
         with torch.cuda.device(self._device):
+            where.pin()
             driver.wait(self._travel, where.worked)
             driver.send(where.here, where.there.flat, nbytes, self._travel)
             where.arrived.record(self._travel)
@@ -182,6 +220,8 @@ class Staging:
 
 _travels: dict[torch.device, torch.cuda.Stream] = {}
 """torch has few streams, and gives one of them anew to who asks for more."""
+_idle: dict[tuple[torch.device, int], SimpleQueue[Pinned]] = {}
+"""Of each device and size."""
 _local = threading.local()
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
 """Of each device, as long as a thread works for it."""
@@ -191,8 +231,11 @@ _first = threading.Lock()
 def staging_of(device: torch.device) -> Staging:
     """What all threads that work for a device share."""
     with _first:
-        staging = _stagings.get(device) or Staging(device)
-        _stagings[device] = _local.staging = staging
+        staging = _stagings.get(device)
+        if staging is None:
+            staging = _stagings[device] = Staging(device)
+            staging.begin()
+        _local.staging = staging
     return staging
 
 

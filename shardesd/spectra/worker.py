@@ -6,6 +6,8 @@ import threading
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from shardesd.spectra.staging import staging_of
+
 if TYPE_CHECKING:
     import torch
 
@@ -23,16 +25,25 @@ def prepare_worker(device: str, threads: int) -> None:
     Raises what CUDA raises where the device can't be used.
     """
     _local.threads = threads
-    if device != "cpu":
-        torch = loaded_torch()
-        # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
-        with _first:
-            torch.cuda.set_device(device)
-            if not _loaded:
-                torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
-                _loaded.append(device)
-            stream = _free_stream(device)
-        torch.cuda.set_stream(stream)
+    if device == "cpu":
+        return
+    torch = loaded_torch()
+    # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
+    with _first:
+        torch.cuda.set_device(device)
+        if not _loaded:
+            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
+        is_first = device not in _loaded
+        if is_first:
+            _loaded.append(device)
+        stream = _free_stream(device)
+    torch.cuda.set_stream(stream)
+    staging_of(torch.device(device))
+    if is_first:
+        # cuBLAS loads its kernels at the first products, for up to 0.1 s; through torch others have the interpreter's
+        # lock meanwhile, and read what is to be multiplied.
+        some = torch.zeros((2, 64, 64), dtype=torch.float64, device=device)
+        torch.bmm(some.mT, torch.bmm(some, some))
 
 
 def loaded_torch() -> ModuleType:

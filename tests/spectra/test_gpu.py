@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -291,6 +292,21 @@ def test_bytes_arrive_in_order_and_are_not_overtaken(by: str, monkeypatch: pytes
             shared.give(buffer)
     torch.cuda.synchronize()
     assert [int(one) for one in sums] == [number * (staging.UPLOAD_BYTES - number) for number in range(60)]
+
+
+def test_what_is_sent_is_pinned_and_kept_for_the_next(device: torch.device) -> None:
+    """Or copies would take several times as long, with the interpreter's lock held."""
+    first = staging.Staging(device)
+    buffer = first.take()
+    first.send(buffer, 1000)
+    address = buffer.here.data_ptr()
+    assert buffer.here.is_pinned()
+    del buffer, first
+    gc.collect()
+    again = staging.Staging(device)
+    held = [again.take() for _ in range(staging.BUFFERS)]
+    assert address in [buffer.here.data_ptr() for buffer in held]
+    assert len({buffer.here.data_ptr() for buffer in held}) == staging.BUFFERS
 
 
 def test_a_call_that_the_driver_refuses_is_told_in_its_words() -> None:

@@ -10,7 +10,6 @@ import hashlib
 import json
 import threading
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 from shardesd.cachefolder import CacheFolder, users_folder
@@ -29,14 +28,14 @@ MODULES = (
 )
 _STANDARD = "c++17"
 _KEPT_BYTES = 50_000_000  # of all architectures and versions
-_COMPILERS = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 _compiling = threading.Lock()
 
 
 def machine_code(arch: str) -> list[bytes]:
     """A cubin for each of `MODULES`; `arch` is ``sm_90``, say.
 
-    Raises ImportError where cuda-core is not installed, and what it raises where they don't compile.
+    Where they have to be compiled, raises ImportError if cuda-core is not installed, and what that raises if they don't
+    compile.
     """
     sources = [_source(name) for name, *_ in MODULES]
     key = _key(arch, sources)
@@ -54,12 +53,9 @@ def _source(name: str) -> str:
 
 
 def _key(arch: str, sources: list[str]) -> str:
-    """All that the machine code follows from. Raises ImportError where cuda-core is not installed."""
-    compilers = {"cuda-core": metadata.version("cuda-core")}
-    for name in _COMPILERS:
-        with suppress(metadata.PackageNotFoundError):
-            compilers[name] = metadata.version(name)
-    made_of = [arch, _STANDARD, compilers, [macros for *_, macros in MODULES], sources]
+    """What the machine code follows from, but for the compiler: to ask which one is there takes longer than all else
+    here, and the code that another one made is as good."""
+    made_of = [arch, _STANDARD, [macros for *_, macros in MODULES], sources]
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
