@@ -14,6 +14,9 @@ from shardesd.metrics.powerlaw import fit_power_laws
 from shardesd.options import ScanOptions
 
 BELOW_THRESHOLD = "below_threshold"
+_AT_ONCE = 1 << 16
+"""λ that are measured together: numpy's steps are long then, and their results lie in the cache. Larger ones the C
+library takes from the system each time, which has to bring in their pages anew."""
 
 
 def measure(eigs: ArrayLike, *, N: int, options: ScanOptions) -> dict[str, Any]:
@@ -36,15 +39,19 @@ def measure_many(eigs_BN: ArrayLike, *, N: Sequence[int], options: ScanOptions) 
     counts, below = kept_counts(eigs_BN, evals_thresh=options.evals_thresh, filter_zeros=options.filter_zeros)
     found: dict[int, dict[str, Any]] = {}
     for count in set(counts):
-        rows = [row for row, one in enumerate(counts) if one == count]
-        kept_BK = eigs_BN[:, eigs_BN.shape[1] - count :]
-        measured = _of_one_length(
-            kept_BK if len(rows) == len(counts) else kept_BK[rows],
-            [N[row] for row in rows],
-            [below[row] for row in rows],
-            options,
-        )
-        found.update(zip(rows, measured, strict=True))
+        alike = [row for row, one in enumerate(counts) if one == count]
+        first = eigs_BN.shape[1] - count
+        most = max(1, _AT_ONCE // max(1, count))
+        for begin in range(0, len(alike), most):
+            rows = alike[begin : begin + most]
+            together = rows[-1] - rows[0] < len(rows)
+            measured = _of_one_length(
+                eigs_BN[rows[0] : rows[-1] + 1, first:] if together else eigs_BN[rows, first:],
+                [N[row] for row in rows],
+                [below[row] for row in rows],
+                options,
+            )
+            found.update(zip(rows, measured, strict=True))
     return [found[row] for row in range(len(counts))]
 
 

@@ -294,8 +294,9 @@ def test_bytes_arrive_in_order_and_are_not_overtaken(by: str, monkeypatch: pytes
     assert [int(one) for one in sums] == [number * (staging.UPLOAD_BYTES - number) for number in range(60)]
 
 
-def test_what_is_sent_is_pinned_and_kept_for_the_next(device: torch.device) -> None:
+def test_what_is_sent_is_pinned_and_kept_for_the_next() -> None:
     """Or copies would take several times as long, with the interpreter's lock held."""
+    device = torch.device("cuda", torch.cuda.current_device())
     first = staging.Staging(device)
     buffer = first.take()
     first.send(buffer, 1000)
