@@ -186,7 +186,7 @@ class Pipeline:
                 self._estimated += matrices.estimate((tensor.name for tensor in shard.tensors), self._context)
             total, exact = self.total()
             self.emit(ShardOpened(shard=ref.name, number=number, nbytes=shard.nbytes, matrices=total, exact=exact))
-            for tensor in shard.tensors:
+            for tensor in self._in_order(shard):
                 plan = self._plans.pop(tensor, None) or self._plan(tensor)
                 if matrices.may_be_tied(tensor.name):
                     last.append((tensor, self._for_later(state)))
@@ -218,6 +218,15 @@ class Pipeline:
                 self._skip(tie)
                 yield from self._counts(tensor, [tie], shard)
             yield from self._counts_alone(shard, rest=True)
+
+    def _in_order(self, shard: Shard) -> Sequence[TensorRef]:
+        """A shard's tensors, those of the largest matrices first: what takes longest is not to be begun last.
+
+        As they lie in the file where they come over the network, and where one's longname may be another's (`_owned`).
+        """
+        if isinstance(shard, RangedShard) or self._context.names is None:
+            return shard.tensors
+        return sorted(shard.tensors, key=lambda tensor: -min(tensor.shape[-2:]) if len(tensor.shape) > 1 else 0)
 
     def _count(self, tensor: TensorRef) -> int:
         """Its matrices, failed ones too. A plan that this takes is kept; of thousands of experts it takes none, and a

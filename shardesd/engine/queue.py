@@ -298,9 +298,12 @@ class _Run(Generic[K, T]):
         """A ticket with others of its group, after a moment in which there may come more."""
         place, group = worker.place, first.task.group
         for _ in range(_LOOKS):
+            here, all_ = self._ready.count(group), len(self._ready)
             enough = first.task.most * sum(p.is_gpu for p in self._places)
-            if self._ready.count(group) + 1 >= enough or self._all_here.wait(_GATHER / _LOOKS):
+            if here + 1 >= enough or self._all_here.wait(_GATHER / _LOOKS):
                 break
+            if self._ready.count(group) == here and len(self._ready) > all_:
+                break  # what comes now is of other groups
         with self._changed:
             worker.gathers = None
             if worker.abandoned:
@@ -344,9 +347,7 @@ class _Run(Generic[K, T]):
 
             return self._ready.take(lambda ticket: self._fits(ticket, place), suits)
 
-        if place is self._aside:
-            return take(True)
-        return take(False) or (take(True) if place.is_cpu else None)
+        return (None if place is self._aside else take(False)) or (take(True) if place.is_cpu else None)
 
     def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         """Whether it may begin there now. One beyond the whole budget runs alone."""

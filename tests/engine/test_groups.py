@@ -293,6 +293,25 @@ def test_a_large_one_does_not_wait_for_many_small_ones() -> None:
     assert order.index("large") < 300
 
 
+def test_a_group_of_which_no_more_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_GATHER", 20.0)  # 1 s a look
+    begun = threading.Event()
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        begun.set()
+        return together(batch, device)
+
+    def feed() -> Iterator[Task]:
+        yield from (Task(key=i, run=fail, group="few", most=8, cost=9) for i in range(2))
+        for i in range(2, 1000):
+            if not begun.wait(0.01):
+                yield Task(key=i, run=fail, group="many", most=2000, cost=1)
+        assert begun.is_set()
+
+    outcomes = list(Engine((GPU,), budget=100).map(feed(), run_many=run_many))
+    assert {0, 1} < {outcome.key for outcome in outcomes}
+
+
 def test_the_first_of_a_group_waits_for_those_that_are_about_to_come() -> None:
     _, batches = run_all(Engine((GPU,), budget=100), [Task(key=i, run=fail, group="n", most=8) for i in range(24)])
     assert [len(batch) for batch in batches] == [8, 8, 8]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -11,6 +12,7 @@ import torch
 from checkpoints import one_file, random_weights, sharded
 
 import shardesd
+from shardesd.engine import Device, Engine
 from shardesd.events import RowDone, ScanFinished, ScanStarted, ShardDone
 from shardesd.records import ROW_COLUMNS, Row
 
@@ -132,3 +134,21 @@ def test_names_that_no_file_can_hold_are_the_same_in_memory_and_on_disk(tmp_path
     assert "m.\\ud800" in names
     assert names == on_disk.layers["longname"].to_list()
     assert sorted(in_memory.spectra) == sorted(on_disk.spectra) == sorted(names)
+
+
+class Noting(Engine):
+    """Notes the order in which tasks come."""
+
+    def map(self, tasks: Any, **how: Any) -> Any:
+        self.came = list(tasks)
+        return super().map(iter(self.came), **how)
+
+
+def test_the_largest_matrices_of_a_shard_are_first(tmp_path: Path) -> None:
+    """Wherever they lie in it, so that what takes longest is not begun last."""
+    rng = np.random.default_rng(0)
+    sizes = {"a": (90, 16), "b": (16, 90), "c": (64, 80), "d": (70, 500), "e": (16, 16), "f": (64, 64)}
+    tensors = {f"{name}.weight": rng.standard_normal(size).astype(np.float32) for name, size in sizes.items()}
+    engine = Noting((Device("cpu"),), budget=10**9)
+    shardesd.scan(one_file(tmp_path / "model", tensors | {"g": np.ones(900, np.float32)}), engine=engine)
+    assert [task.key.item.longname for task in engine.came] == ["d", "c", "f", "a", "b", "e"]
