@@ -9,7 +9,7 @@ interleaved gate and up are groups of one column each. The rows themselves: `mat
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -133,11 +133,17 @@ class Table:
     def _find(self, longname: str, model_type: str) -> list[Layout]:
         if model_type not in self._by_model:
             self._by_model[model_type] = tuple(
-                (row, ends_with(row.names))
-                for row in self.rows
-                if not row.models or any(fnmatchcase(model_type, glob) for glob in row.models)
+                (row, ends_with(row.names)) for row in self.rows if not row.models or _is_among(model_type, row.models)
             )
         return [row for row, rule in self._by_model[model_type] if rule.search(longname)]
+
+
+def _is_among(model_type: str, globs: Collection[str]) -> bool:
+    """Few begin as it does: to compile all takes longer than to plan a model."""
+    return any(
+        model_type.startswith(re.split(r"[*?[]", glob, maxsplit=1)[0]) and fnmatchcase(model_type, glob)
+        for glob in globs
+    )
 
 
 def find_layout(

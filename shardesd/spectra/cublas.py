@@ -6,7 +6,9 @@ cuBLAS counts columns first: a row-major matrix is the transpose of what it sees
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +24,13 @@ _STATUS = {
 _LEAST_SPLIT = 384  # of rows: smaller products would take as long
 _UPPER, _AS_IT_IS, _TRANSPOSED = 1, 0, 1
 _ZERO, _ONE = ctypes.c_double(0.0), ctypes.c_double(1.0)
+_PATIENCE = 10.0  # seconds
 _INT, _POINTER, _STRIDE = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
 _AT_ZERO, _AT_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_ONE)
+
+
+_loaded: dict[torch.device, threading.Event] = {}
+"""Set once it has been loaded for a device."""
 
 
 def available() -> bool:
@@ -32,10 +39,31 @@ def available() -> bool:
 
 
 def takes(gram: torch.Tensor) -> bool:
-    """Whether `add_lower` and `multiply_each` can make it."""
+    """Whether `add_lower` and `multiply_each` can make it. Waits for `load`."""
     import torch
 
-    return gram.is_cuda and gram.dtype == torch.float64 and available()
+    if not (gram.is_cuda and gram.dtype == torch.float64):
+        return False
+    if (loaded := _loaded.get(gram.device)) is not None and not loaded.is_set():
+        loaded.wait(_PATIENCE)
+    return available()
+
+
+def load(device: torch.device) -> None:
+    """Has cuBLAS load its kernels for a device (for 40 to 90 ms), by a product of the current stream. Never raises.
+
+    Through torch, which gives the interpreter's lock away for so long; whoever called it in the meantime past the lock
+    (`takes`) would keep that from all others until it is loaded, and so waits.
+    """
+    import torch
+
+    done = _loaded[device] = threading.Event()
+    try:
+        with suppress(RuntimeError):  # what is wrong is said of the first product that is needed
+            some = torch.zeros((2, 64, 64), dtype=torch.float64, device=device)
+            torch.bmm(some.mT, torch.bmm(some, some))
+    finally:
+        done.set()
 
 
 def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:

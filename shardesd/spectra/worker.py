@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from shardesd.spectra import cublas, two_stage
 from shardesd.spectra.staging import staging_of
 
 if TYPE_CHECKING:
     import torch
 
 _first = threading.Lock()
-_loaded: list[str] = []
+_prepared = Counter[str]()
+"""How many threads have come, of each device."""
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
 """Of each device, with the thread that uses or used it."""
 _local = threading.local()
@@ -28,22 +31,22 @@ def prepare_worker(device: str, threads: int) -> None:
     if device == "cpu":
         return
     torch = loaded_torch()
+    there = torch.device(device)
     # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
     with _first:
-        torch.cuda.set_device(device)
-        if not _loaded:
-            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=device))
-        is_first = device not in _loaded
-        if is_first:
-            _loaded.append(device)
+        torch.cuda.set_device(there)
+        if not _prepared:
+            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=there))
+        before = _prepared[device]
+        _prepared[device] += 1
         stream = _free_stream(device)
     torch.cuda.set_stream(stream)
-    staging_of(torch.device(device))
-    if is_first:
-        # cuBLAS loads its kernels at the first products, for up to 0.1 s; through torch others have the interpreter's
-        # lock meanwhile, and read what is to be multiplied.
-        some = torch.zeros((2, 64, 64), dtype=torch.float64, device=device)
-        torch.bmm(some.mT, torch.bmm(some, some))
+    staging_of(there)
+    # What a process loads once for a device takes long: while the others read, each of the first two does a part.
+    if before == 0:
+        cublas.load(there)
+    elif before == 1:
+        two_stage.load_kept(there)
 
 
 def loaded_torch() -> ModuleType:

@@ -132,3 +132,27 @@ def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch, refused: str) -> Non
     assert reason == (
         f"the batched eigensolver's kernels did not compile or load: CUDA_ERROR_NO_BINARY_FOR_GPU: {refused} failed"
     )
+
+
+@pytest.mark.parametrize("kept", [None, [b"a", b"b"]])
+def test_kept_code_is_loaded_early_and_none_compiled(monkeypatch: pytest.MonkeyPatch, kept: list[bytes] | None) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: kept)
+    monkeypatch.setattr(loaded, "Kernels", lambda index, codes: made.append((index, codes)) or made)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    loaded.load_kept(3)
+    assert made == ([(3, kept)] if kept else [])
+
+
+def test_what_is_wrong_with_it_is_not_said_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(index: int, codes: object) -> None:
+        raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: [b""])
+    monkeypatch.setattr(loaded, "Kernels", refused)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    loaded.load_kept(0)
+    with pytest.raises(RuntimeError, match="NO_BINARY"):
+        loaded.kernels(0)

@@ -282,7 +282,7 @@ def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(mon
     at_work: list[int] = []
 
     class Kernels:
-        def __init__(self, index: int) -> None:
+        def __init__(self, index: int, codes: object) -> None:
             at_work.append(index)
             time.sleep(0.02)
             assert at_work == [index]

@@ -34,6 +34,13 @@ def unavailable_reason(device: torch.device) -> str | None:
     return of_device(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def load_kept(device: torch.device) -> None:
+    """Loads what the solver needs on `device`, where it needn't be compiled; never raises."""
+    from shardesd.spectra.two_stage.loaded import load_kept as on_device
+
+    on_device(device.index)
+
+
 def largest_n(device: torch.device) -> int:
     """The largest matrix that the solver takes on `device`: 8192 on an H100."""
     import torch

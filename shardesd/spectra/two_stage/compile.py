@@ -31,21 +31,33 @@ _KEPT_BYTES = 50_000_000  # of all architectures and versions
 _compiling = threading.Lock()
 
 
-def machine_code(arch: str) -> list[bytes]:
-    """A cubin for each of `MODULES`; `arch` is ``sm_90``, say.
+def kept_code(arch: str) -> list[bytes] | None:
+    """A cubin for each of `MODULES`, where they are on the disk; `arch` is ``sm_90``, say."""
+    found = _folder().get(_key(arch, _sources()))
+    return None if found is None else _parts(*found)
 
-    Where they have to be compiled, raises ImportError if cuda-core is not installed, and what that raises if they don't
-    compile.
+
+def machine_code(arch: str) -> list[bytes]:
+    """`kept_code`, or else compiled and kept.
+
+    Raises ImportError where cuda-core is needed and not installed, and what that raises where they don't compile.
     """
-    sources = [_source(name) for name, *_ in MODULES]
-    key = _key(arch, sources)
-    kept = CacheFolder(users_folder() / "kernels", _KEPT_BYTES)
-    if (found := kept.get(key)) is not None:
-        return _parts(*found)
+    if (kept := kept_code(arch)) is not None:
+        return kept
+    sources = _sources()
     codes = _compiled(arch, sources)
     with suppress(OSError):  # no place to keep it: compiled again in the next process
-        kept.put(key, {"arch": arch, "sizes": [len(code) for code in codes]}, b"".join(codes))
+        sizes = {"sizes": [len(code) for code in codes]}
+        _folder().put(_key(arch, sources), sizes, b"".join(codes))
     return codes
+
+
+def _folder() -> CacheFolder:
+    return CacheFolder(users_folder() / "kernels", _KEPT_BYTES)
+
+
+def _sources() -> list[str]:
+    return [_source(name) for name, *_ in MODULES]
 
 
 def _source(name: str) -> str:

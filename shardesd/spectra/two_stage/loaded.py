@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from shardesd.spectra import cublas, driver
 from shardesd.spectra.policy import in_one_line, trouble
-from shardesd.spectra.two_stage.compile import MODULES, machine_code
+from shardesd.spectra.two_stage.compile import MODULES, kept_code, machine_code
 from shardesd.spectra.two_stage.launch import Config, Launcher
 from shardesd.spectra.two_stage.layout import GROUP, WIDTH
 
@@ -56,19 +58,29 @@ def unavailable_reason(index: int) -> str | None:
     return None
 
 
+def load_kept(index: int) -> None:
+    """Loads the kernels where they needn't be compiled, so that the first solve needn't wait for it.
+
+    What is wrong with them is found, and said, once they are needed.
+    """
+    with suppress(Exception):
+        if (codes := kept_code(_arch(index))) is not None:
+            kernels(index, codes)
+
+
 class Kernels:
     """The kernels of one device."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, codes: Sequence[bytes] | None = None) -> None:
         import torch
 
         if not cublas.available():
             raise RuntimeError("the cuBLAS that torch uses is not found in /proc/self/maps")
         torch.cuda.mem_get_info(index)  # the primary context, in which kernels are loaded: torch may not have made it
-        major, minor = torch.cuda.get_device_capability(index)
+        codes = codes or machine_code(_arch(index))
         self._device = _asked(ctypes.c_int, "cuDeviceGet", index)
         self._handles: dict[str, int] = {}
-        for (_, names, suffix, _), code in zip(MODULES, machine_code(f"sm_{major}{minor}"), strict=True):
+        for (_, names, suffix, _), code in zip(MODULES, codes, strict=True):
             library = _asked(ctypes.c_void_p, "cuLibraryLoadData", code, None, None, 0, None, None, 0)
             for name in names:
                 kernel = _asked(ctypes.c_void_p, "cuLibraryGetKernel", ctypes.c_void_p(library), name.encode())
@@ -111,15 +123,22 @@ _loading = threading.Lock()
 _loaded: dict[int, Kernels] = {}
 
 
-def kernels(index: int) -> Kernels:
+def kernels(index: int, codes: Sequence[bytes] | None = None) -> Kernels:
     """Of CUDA device `index`. One thread loads them, and others wait."""
     import torch
 
     with _loading:
         if index not in _loaded:
             with torch.cuda.device(index):
-                _loaded[index] = Kernels(index)
+                _loaded[index] = Kernels(index, codes)
         return _loaded[index]
+
+
+def _arch(index: int) -> str:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
 
 
 def _asked(kind: Any, name: str, *given: Any) -> Any:
