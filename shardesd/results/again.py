@@ -15,7 +15,7 @@ from shardesd.errors import ResultsError
 from shardesd.records import Row
 from shardesd.results.files import Lock, atomic, named_errors
 from shardesd.results.load import tables_of
-from shardesd.results.stored import StoredSpectra
+from shardesd.results.stored import StoredSpectra, check_whole
 from shardesd.results.summary import summarise
 from shardesd.results.tables import read_table, table_bytes, to_frame, to_rows
 
@@ -45,6 +45,7 @@ class StoredModel:
                     f"{self._stem} has no table in {self._lock.path.parent.parent}; scan the model again"
                 )
             self.rows = to_rows(read_table(self._tables[0]))
+            check_whole(self._tables[0], sum(row.status == "ok" for row in self.rows))
             self._run = self._read_run()
             self._spectra: Mapping[str, np.ndarray] = {}
             if self._spectra_path.exists():

@@ -17,7 +17,7 @@ from shardesd.records import Row, may_pass
 from shardesd.results.files import file_stem, named_errors
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import read_stats, stats_path
-from shardesd.results.stored import StoredSpectra
+from shardesd.results.stored import StoredSpectra, check_whole
 from shardesd.results.tables import read_table, to_rows
 
 
@@ -38,6 +38,7 @@ class Finished:
     def rows(self) -> tuple[int, int]:
         """How many rows there are, skipped ones not counted, and how many of these could not be analysed."""
         status = read_table(self.table)["status"]
+        check_whole(self.table, int((status == "ok").sum()))
         return int((status != "skipped").sum()), int((status == "failed").sum())
 
     def may_pass(self) -> bool:
@@ -85,13 +86,18 @@ def tables_of(out: Path, stem: str) -> list[Path]:
     return [path for format in FORMATS if (path := out / "models" / f"{stem}.{format}").exists()]
 
 
+def in_work(out: Path, stem: str) -> bool:
+    """Whether a scan of the model is under way, or unfinished, so that its files may not fit each other."""
+    return any((out / "partial" / f"{stem}.{suffix}").exists() for suffix in ("jsonl", "lock", "pid"))
+
+
 def find_finished(out: Path, model_id: str, revision: str | None) -> Finished | None:
     """The finished scan of a model, whatever its options and format; None where there is none.
 
     One that was killed in its last steps, before everything was put away, is not finished.
     """
     stem = file_stem(model_id, revision)
-    if any((out / "partial" / f"{stem}.{suffix}").exists() for suffix in ("jsonl", "lock", "pid")):
+    if in_work(out, stem):
         return None
     run_path = out / "runs" / f"{stem}.json"
     tables = tables_of(out, stem)
@@ -110,6 +116,7 @@ def load_result(out: Path, model_id: str, revision: str | None, *, show_skipped:
     if finished is None:
         raise ResultsError(f"there is no finished scan of {model_id} in {out}; scan it first")
     rows = [row for row in to_rows(read_table(finished.table)) if row.status != "skipped"]
+    check_whole(finished.table, sum(row.status == "ok" for row in rows))
     for values in finished.run.get("skipped") or ():
         rows.insert(values["position"], Row(**{key: value for key, value in values.items() if key != "position"}))
     stem = file_stem(model_id, revision)

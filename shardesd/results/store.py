@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from shardesd.errors import MadeOtherwise, ResultsError
+from shardesd.errors import MadeOtherwise
 from shardesd.options import FORMATS
 from shardesd.records import Row, StatsRow, may_pass
 from shardesd.results.files import (
@@ -28,7 +28,7 @@ from shardesd.results.files import (
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result, shown
 from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
-from shardesd.results.stored import StoredSpectra, write_spectra
+from shardesd.results.stored import StoredSpectra, check_whole, write_spectra
 from shardesd.results.summary import read_summary, update_summary
 from shardesd.results.tables import read_table, row_values, table_bytes, to_rows
 
@@ -228,7 +228,7 @@ class ModelStore:
         run = self._provenance()
         if table and run.get("fingerprint") == fingerprint:
             rows = to_rows(read_table(table))
-            self._check_whole(table, rows)
+            check_whole(table, sum(row.status == "ok" for row in rows))
             if not any(map(may_pass, rows)):
                 return self._take_done(table, run)
             self._take_apart(rows, fingerprint)
@@ -247,19 +247,6 @@ class ModelStore:
             why = _difference(journal.fingerprint, fingerprint)
             raise MadeOtherwise(f"{self.journal_path} holds an unfinished scan made {why}; {remedy}")
         return None
-
-    def _check_whole(self, table: Path, rows: Sequence[Row]) -> None:
-        """Raises `ResultsError` where there are λ of more matrices than the table has rows: it was cut short."""
-        try:
-            stored = len(StoredSpectra(self.spectra_path))
-        except ResultsError:
-            return  # they may have been taken away
-        known = sum(row.status == "ok" for row in rows)
-        if known < stored:
-            raise ResultsError(
-                f"{table} has {known} analysed rows, and {self.spectra_path} has λ of {stored} matrices: it was cut "
-                "short; move it away, or add --overwrite to replace it"
-            )
 
     def _resumed(self) -> Begun:
         return Begun("resumed", tuple(row for row in self._open_journal().rows.values() if not may_pass(row)))

@@ -38,6 +38,20 @@ def write_spectra(
             file.write(array.data)
 
 
+def check_whole(table: Path, analysed: int) -> None:
+    """Raises `ResultsError` where there are λ of more matrices than the table has analysed rows: it was cut short."""
+    path = table.parent.parent / "spectra" / f"{table.stem}.safetensors"
+    try:
+        stored = len(StoredSpectra(path))
+    except ResultsError:
+        return  # they may have been taken away
+    if analysed < stored:
+        raise ResultsError(
+            f"{table} has {analysed} analysed rows, and {path} has λ of {stored} matrices: it was cut short; move it "
+            "away, or add --overwrite to replace it"
+        )
+
+
 class StoredSpectra(Mapping[str, np.ndarray]):
     """Longname → λ (float64, ascending) out of a spectra file, each read when it is asked for.
 

@@ -145,10 +145,12 @@ def test_what_may_pass_is_tried_again_after_the_others(
     assert pl.read_csv(tmp_path / "out" / "failed_models.csv").is_empty()
 
 
-def test_a_finished_table_that_cannot_be_read_costs_its_own_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_a_finished_table_that_cannot_be_read_or_was_cut_short_costs_its_own_model(tmp_path: Path, lines: int) -> None:
     places = [str(one_file(tmp_path / name, random_weights())) for name in ("one", "two")]
     batch(places[:1], tmp_path / "out")
-    (tmp_path / "out" / "models" / "one.csv").write_bytes(b"")
+    table = tmp_path / "out" / "models" / "one.csv"
+    table.write_bytes(b"".join(table.read_bytes().splitlines(keepends=True)[:lines]))
     events = batch(places, tmp_path / "out")
     (failure,) = [event for event in events if isinstance(event, ModelFailed)]
     assert (failure.model, failure.reason) == ("one", "results")

@@ -54,7 +54,12 @@ def test_a_table_that_was_cut_short_is_not_taken_for_done(folder: Path, tmp_path
     assert f"has {lines - 1} analysed rows" in result.stderr
     assert "λ of 60 matrices" in result.stderr
     assert len(table.read_text().splitlines()) == lines
+    for code, words in ((1, ["summarize"]), (3, ["refit", "--fix-fingers", "DKS"])):
+        result = cli(*words, tmp_path / "results")
+        assert result.exit_code == code, words
+        assert "cut short" in result.stderr
     assert cli("scan", folder, "--out", tmp_path / "results", "--overwrite").exit_code == 0
+    assert cli("summarize", tmp_path / "results").exit_code == 0
     assert len(table.read_text().splitlines()) == 61
 
 
