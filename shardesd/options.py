@@ -186,6 +186,11 @@ class OutputOptions:
             _yes_or_no(name, getattr(self, name))
         _choice("view", self.view, VIEWS)
 
+    @property
+    def folder(self) -> Path:
+        """`out`."""
+        return Path(self.out)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOptions:

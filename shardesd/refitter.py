@@ -42,7 +42,7 @@ def refit(out: str | os.PathLike[str], options: ScanOptions, *, processes: int |
     what a scan with these options would have written, to the last digit. Raises `ResultsError` where `out` holds no
     results; one model's trouble is told in its `Refitted`.
     """
-    folder = Path(OutputOptions(out=os.fspath(out)).out)
+    folder = OutputOptions(out=os.fspath(out)).folder
     names = stored_models(folder)
     if not names:
         raise ResultsError(f"{folder} holds no models (expected a folder that `shardesd scan --out` wrote)")

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 from shardesd import spectra
 from shardesd.batch.ahead import Ahead
@@ -62,7 +61,7 @@ class Batch:
         stop: threading.Event | None = None,
     ) -> None:
         self.models, self.output, self.scan, self.batch = models, output, scan, batch
-        self.out = Path(output.out)
+        self.out = output.folder
         self.stop = stop or threading.Event()
         self._emit = on_event
         self._rows = chosen(models, batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -208,7 +207,7 @@ def _run(
     if not quiet:
         _say_problems(listed, how)
     with (
-        log_file(Path(output.out), log_level) as log,
+        log_file(output.folder, log_level) as log,
         batch_display(quiet=quiet, verbose=verbose) as show,
         interruptible(show) as stop,
     ):

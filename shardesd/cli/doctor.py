@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,7 +27,7 @@ def doctor(
         from shardesd.doctor import examine
 
         bad = False
-        for finding in examine(Path(OutputOptions(out=out).out), network=network):
+        for finding in examine(OutputOptions(out=out).folder, network=network):
             bad |= finding.grade == "bad"
             if json:
                 tell(dumps(asdict(finding)))

@@ -74,7 +74,7 @@ def run(
             ) as stop:
                 work = Commands(
                     listed,
-                    Path(OutputOptions(out=out).out),
+                    OutputOptions(out=out).folder,
                     gpu=gpu,
                     workers=workers,
                     timeout=timeout,

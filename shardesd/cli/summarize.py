@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,7 +27,7 @@ def summarize(
         from shardesd.show import digest_lines
 
         output = OutputOptions(out=folder, format=format)
-        digest = rebuild_summary(Path(output.out), output.format)
+        digest = rebuild_summary(output.folder, output.format)
         if json:
             import json as json_module
 
