@@ -220,13 +220,12 @@ class Pipeline:
             yield from self._counts_alone(shard, rest=True)
 
     def _in_order(self, shard: Shard) -> Sequence[TensorRef]:
-        """A shard's tensors, those of the largest matrices first: what takes longest is not to be begun last.
-
-        As they lie in the file where they come over the network, and where one's longname may be another's (`_owned`).
-        """
-        if isinstance(shard, RangedShard) or self._context.names is None:
+        if isinstance(shard, RangedShard) or self._context.names is None:  # comes in this order; names may yet meet
             return shard.tensors
-        return sorted(shard.tensors, key=lambda tensor: -min(tensor.shape[-2:]) if len(tensor.shape) > 1 else 0)
+        for tensor in shard.tensors:
+            if tensor not in self._plans:  # no more, since a shard has told the config
+                self._count(tensor)
+        return matrices.largest_first(shard.tensors, self._plans, self._context)
 
     def _count(self, tensor: TensorRef) -> int:
         """Its matrices, failed ones too. A plan that this takes is kept; of thousands of experts it takes none, and a

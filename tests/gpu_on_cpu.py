@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from queue import SimpleQueue
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ class Staging(staging.Staging):
     """Such buffers. Whoever looks too late at what one held finds NaN."""
 
     def __init__(self) -> None:
-        self._free, self._lock, self.turn = SimpleQueue(), threading.Lock(), threading.Lock()
+        self._free, self._lock, self.turn = Queue(), threading.Lock(), threading.Lock()
         self._left = staging.BUFFERS
         self.sent = 0
 

@@ -93,12 +93,12 @@ class RangedShard:
             yield quantised.elements(tensor, self._read_part, into)
             return
         span = tensor.start, tensor.end
-        ahead = next((ahead for ahead in self._ahead if span in ahead), None)
-        if ahead is None:
+        found = next((found for ahead in self._ahead if (found := ahead.find(span)) is not None), None)
+        if found is None:
             with read_remote(self._remote, tensor) as data:
                 yield data
         else:
-            with ahead.read(span) as data:
+            with found as data:
                 yield _elements(data, tensor)
 
     def in_blocks(self, tensor: TensorRef) -> bool:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -36,6 +36,8 @@ class _Buffer:
     end: int
     uses: int = 0
     """How often it will still be read."""
+    readers: int = 0
+    """Who waits for it."""
     data: np.ndarray | None = None
     missing: int = 0
     counted: bool = False
@@ -79,23 +81,28 @@ class Ahead:
         for _ in range(min(CONNECTIONS, len(self._waiting))):
             threading.Thread(target=self._work, name="ranges", daemon=True).start()
 
-    def __contains__(self, span: Span) -> bool:
-        """Whether `read` will give it."""
-        with self._changed:
-            return span in self._buffers
+    def find(self, span: Span) -> AbstractContextManager[np.ndarray] | None:
+        """What gives the bytes of a span, once they are here, as uint8, valid until the context ends; to be entered.
 
-    @contextmanager
-    def read(self, span: Span) -> Iterator[np.ndarray]:
-        """The bytes of a span, once they are here, as uint8; valid until the context ends.
-
-        Raises what the fetching raised: `SourceError`, `ShardChanged`.
+        None where it is not fetched here, or has been read as often as was announced. Raises, when it is entered, what
+        the fetching raised: `SourceError`, `ShardChanged`.
         """
         with self._changed:
-            buffer = self._buffers[span]
+            buffer = self._buffers.get(span)
+            if buffer is None:
+                return None
+            buffer.readers += 1
+        return self._read(span, buffer)
+
+    @contextmanager
+    def _read(self, span: Span, buffer: _Buffer) -> Iterator[np.ndarray]:
+        with self._changed:
             self._hurry(buffer)
             self._changed.wait_for(lambda: self._closed or buffer.error is not None or not buffer.missing)
+            buffer.readers -= 1
             buffer.uses -= 1
-            if not buffer.uses:
+            wanted = buffer.uses > 0 or buffer.readers > 0  # by one who was not announced
+            if not wanted:
                 self._buffers.pop(span, None)
             if buffer.counted:
                 buffer.counted = False
@@ -105,7 +112,7 @@ class Ahead:
                 raise buffer.error
             if buffer.missing:
                 raise ValueError("closed while it was read")
-            data, buffer.data = buffer.data, buffer.data if buffer.uses else None
+            data, buffer.data = buffer.data, buffer.data if wanted else None
         assert data is not None
         yield data
 

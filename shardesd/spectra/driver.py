@@ -44,9 +44,10 @@ def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
 def pin(memory: torch.Tensor) -> None:
     """Has GPUs read memory of this process by themselves, until it ends: it must not be freed before.
 
-    The current device's context does it. Where it is refused, copies are as right, and slower.
+    The current device's context does it. Where it is refused, or there is no such driver, copies are as right.
     """
-    _patient().cuMemHostRegister_v2(_ADDRESS(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _FOR_ALL_CONTEXTS)
+    if library() is not None:
+        _patient().cuMemHostRegister_v2(_ADDRESS(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _FOR_ALL_CONTEXTS)
 
 
 def check(status: int, what: str, begin: str = "") -> None:

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue, SimpleQueue
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -129,7 +129,7 @@ class Staging:
         _travels[device] = self._travel
         self.turn = threading.Lock()
         """Of those who read what only has to be copied from files, see `upload`."""
-        self._free: SimpleQueue[Buffer] = SimpleQueue()
+        self._free: Queue[Buffer] = Queue()  # a SimpleQueue may wait for ever where another takes what it woke up for
         self._lock = threading.Lock()
         self._left = BUFFERS  # that may still be made: each costs time
 

@@ -11,12 +11,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardesd.errors import NoSpace, ResultsError
 from shardesd.records import Row
+from shardesd.results import summary
 from shardesd.results.summary import SUMMARY_COLUMNS, read_summary, summarise, update_summary
 from shardesd.results.tables import to_frame
 
@@ -186,3 +188,11 @@ def test_rows_of_rank_one_stay_out_of_the_mean_entropy(row: Callable[..., Row]) 
     assert summary["entropy_mean"] == pytest.approx(0.6)
     assert summary["entropy_median"] == pytest.approx(0.6)
     assert summary["num_layers"] == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 57])
+def test_quantiles_are_numpy_s_to_the_last_bit(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for values in (rng.standard_normal(size), 10.0 ** rng.uniform(-300, 300, size), np.full(size, 0.1)):
+        for q in (0.0, 0.25, 0.5, 0.75, 1.0, 0.9):
+            assert summary._quantile(values, q) == np.quantile(values, q)

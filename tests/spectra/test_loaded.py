@@ -13,6 +13,7 @@ from shardesd.spectra import cublas, driver
 from shardesd.spectra.two_stage import compile, loaded
 
 torch = pytest.importorskip("torch")
+CODES = [" ".join(names).encode() for _, names, *_ in compile.MODULES]
 NAMES = [name for _, names, *_ in compile.MODULES for name in names]
 
 
@@ -80,15 +81,16 @@ class Driver:
 
 @pytest.fixture(autouse=True)
 def a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    def machine_code(arch: str) -> list[bytes]:
+    def compiled_code(arch: str) -> list[bytes]:
         assert arch == "sm_90"
-        return [" ".join(names).encode() for _, names, *_ in compile.MODULES]
+        return CODES
 
     class Properties:
         multi_processor_count = 132
 
     monkeypatch.setattr(cublas, "available", lambda: True)
-    monkeypatch.setattr(loaded, "machine_code", machine_code)
+    monkeypatch.setattr(loaded, "compiled_code", compiled_code)
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (1, 1))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
@@ -102,7 +104,7 @@ def given(monkeypatch: pytest.MonkeyPatch, refused: str = "") -> Driver:
 
 def test_what_is_loaded_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = given(monkeypatch)
-    kernels = loaded.Kernels(0)
+    kernels = loaded.Kernels(0, CODES)
     assert list(stand_in.names.values()) == NAMES
     assert {"fill", "fill_float32", "panel", "finish"} <= kernels._handles.keys()
     assert len(set(kernels._handles.values())) == len(NAMES)
@@ -156,3 +158,23 @@ def test_what_is_wrong_with_it_is_not_said_yet(monkeypatch: pytest.MonkeyPatch) 
     loaded.load_kept(0)
     with pytest.raises(RuntimeError, match="NO_BINARY"):
         loaded.kernels(0)
+
+
+@pytest.mark.parametrize(("words", "again"), [("CUDA_ERROR_NO_BINARY_FOR_GPU", True), ("CUDA out of memory", False)])
+def test_kept_code_that_is_refused_is_compiled_again(monkeypatch: pytest.MonkeyPatch, words: str, again: bool) -> None:
+    """A newer compiler than this driver knows may have made it; a full device is no fault of it."""
+
+    def kernels(index: int, codes: list[bytes]) -> Any:
+        if codes == [b"kept"]:
+            raise RuntimeError(words)
+        return codes
+
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: [b"kept"])
+    monkeypatch.setattr(loaded, "Kernels", kernels)
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    if again:
+        assert loaded.kernels(0) == CODES
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loaded.kernels(0)

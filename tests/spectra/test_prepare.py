@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardesd.spectra import cublas, two_stage, worker
+from shardesd.spectra import cublas, driver, two_stage, worker
 
 torch = pytest.importorskip("torch")
 CPU = torch.device("cpu")
@@ -74,3 +74,25 @@ def test_each_of_the_first_two_threads_of_a_gpu_loads_its_part(monkeypatch: pyte
     assert loaded == [
         *(("eigvalsh", ""), ("cublas", "cuda:0"), ("kernels", "cuda:0"), ("cublas", "cuda:1"), ("kernels", "cuda:1"))
     ]
+
+
+def test_without_nvidia_s_driver_torch_has_pinned_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another maker's GPU."""
+    monkeypatch.setattr(driver, "library", lambda: None)
+    monkeypatch.setattr(driver, "_patient", lambda: pytest.fail("asked for the driver"))
+    driver.pin(torch.zeros(8))
+
+
+def test_it_is_pinned_where_the_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Patient:
+        def cuMemHostRegister_v2(self, address: Any, nbytes: Any, flags: int) -> int:
+            asked.append((address.value, nbytes.value, flags))
+            return 1  # refused, which is no fault
+
+    memory = torch.zeros(8)
+    monkeypatch.setattr(driver, "library", object)
+    monkeypatch.setattr(driver, "_patient", Patient)
+    driver.pin(memory)
+    assert asked == [(memory.data_ptr(), 32, 1)]

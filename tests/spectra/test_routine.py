@@ -289,7 +289,10 @@ def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(mon
             at_work.remove(index)
             made.append(index)
 
+    monkeypatch.setattr(cublas, "available", lambda: True)
     monkeypatch.setattr(loaded, "Kernels", Kernels)
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: [b""])
+    monkeypatch.setattr(loaded, "_arch", lambda index: "sm_90")
     monkeypatch.setattr(loaded, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     with ThreadPoolExecutor(8) as pool:

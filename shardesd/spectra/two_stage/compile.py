@@ -37,13 +37,11 @@ def kept_code(arch: str) -> list[bytes] | None:
     return None if found is None else _parts(*found)
 
 
-def machine_code(arch: str) -> list[bytes]:
-    """`kept_code`, or else compiled and kept.
+def compiled_code(arch: str) -> list[bytes]:
+    """As `kept_code`, compiled anew and kept.
 
-    Raises ImportError where cuda-core is needed and not installed, and what that raises where they don't compile.
+    Raises ImportError where cuda-core is not installed, and what that raises where they don't compile.
     """
-    if (kept := kept_code(arch)) is not None:
-        return kept
     sources = _sources()
     codes = _compiled(arch, sources)
     with suppress(OSError):  # no place to keep it: compiled again in the next process

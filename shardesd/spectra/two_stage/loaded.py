@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
 
 from shardesd.spectra import cublas, driver
 from shardesd.spectra.policy import in_one_line, trouble
-from shardesd.spectra.two_stage.compile import MODULES, kept_code, machine_code
+from shardesd.spectra.two_stage.compile import MODULES, compiled_code, kept_code
 from shardesd.spectra.two_stage.launch import Config, Launcher
 from shardesd.spectra.two_stage.layout import GROUP, WIDTH
 
@@ -65,19 +65,16 @@ def load_kept(index: int) -> None:
     """
     with suppress(Exception):
         if (codes := kept_code(_arch(index))) is not None:
-            kernels(index, codes)
+            _of(index, lambda: Kernels(index, codes))
 
 
 class Kernels:
     """The kernels of one device."""
 
-    def __init__(self, index: int, codes: Sequence[bytes] | None = None) -> None:
+    def __init__(self, index: int, codes: Sequence[bytes]) -> None:
         import torch
 
-        if not cublas.available():
-            raise RuntimeError("the cuBLAS that torch uses is not found in /proc/self/maps")
         torch.cuda.mem_get_info(index)  # the primary context, in which kernels are loaded: torch may not have made it
-        codes = codes or machine_code(_arch(index))
         self._device = _asked(ctypes.c_int, "cuDeviceGet", index)
         self._handles: dict[str, int] = {}
         for (_, names, suffix, _), code in zip(MODULES, codes, strict=True):
@@ -123,15 +120,33 @@ _loading = threading.Lock()
 _loaded: dict[int, Kernels] = {}
 
 
-def kernels(index: int, codes: Sequence[bytes] | None = None) -> Kernels:
+def kernels(index: int) -> Kernels:
     """Of CUDA device `index`. One thread loads them, and others wait."""
+    return _of(index, lambda: _fresh(index))
+
+
+def _of(index: int, make: Callable[[], Kernels]) -> Kernels:
     import torch
 
     with _loading:
         if index not in _loaded:
             with torch.cuda.device(index):
-                _loaded[index] = Kernels(index, codes)
+                if not cublas.available():
+                    raise RuntimeError("the cuBLAS that torch uses is not found in /proc/self/maps")
+                _loaded[index] = make()
         return _loaded[index]
+
+
+def _fresh(index: int) -> Kernels:
+    arch = _arch(index)
+    if (codes := kept_code(arch)) is not None:
+        try:
+            return Kernels(index, codes)
+        except RuntimeError as error:
+            if trouble(error) != "task":
+                raise
+            # Another compiler made it, say, that is too new for this driver.
+    return Kernels(index, compiled_code(arch))
 
 
 def _arch(index: int) -> str:
