@@ -14,7 +14,7 @@ import polars as pl
 
 from shardesd.errors import ResultsError
 from shardesd.results.files import atomic
-from shardesd.results.load import in_work, stored_models, tables_of
+from shardesd.results.load import stored_models, tables_of
 from shardesd.results.stored import check_whole
 from shardesd.results.summary import SUMMARY_COLUMNS, Cells, cell, edit_table, read_models, summarise
 from shardesd.results.tables import read_table
@@ -82,8 +82,7 @@ def rebuild_summary(out: Path, format: str = "csv") -> Digest:
     counts = Counter[str]()
     for table in tables:
         layers = read_table(table)
-        if not in_work(out, table.stem):
-            check_whole(table, int((layers["status"] == "ok").sum()))
+        check_whole(table, int((layers["status"] == "ok").sum()))
         if not layers.height:
             continue
         rows.append(summarise(layers))

@@ -86,18 +86,13 @@ def tables_of(out: Path, stem: str) -> list[Path]:
     return [path for format in FORMATS if (path := out / "models" / f"{stem}.{format}").exists()]
 
 
-def in_work(out: Path, stem: str) -> bool:
-    """Whether a scan of the model is under way, or unfinished, so that its files may not fit each other."""
-    return any((out / "partial" / f"{stem}.{suffix}").exists() for suffix in ("jsonl", "lock", "pid"))
-
-
 def find_finished(out: Path, model_id: str, revision: str | None) -> Finished | None:
     """The finished scan of a model, whatever its options and format; None where there is none.
 
     One that was killed in its last steps, before everything was put away, is not finished.
     """
     stem = file_stem(model_id, revision)
-    if in_work(out, stem):
+    if any((out / "partial" / f"{stem}.{suffix}").exists() for suffix in ("jsonl", "lock", "pid")):
         return None
     run_path = out / "runs" / f"{stem}.json"
     tables = tables_of(out, stem)

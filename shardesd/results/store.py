@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import polars as pl
 
-from shardesd.errors import MadeOtherwise
+from shardesd.errors import MadeOtherwise, ResultsError
 from shardesd.options import FORMATS
 from shardesd.records import Row, StatsRow, may_pass
 from shardesd.results.files import (
@@ -263,7 +263,11 @@ class ModelStore:
         for row in rows:
             known = journal.rows.get(row.longname)
             if row.status != "skipped" and not may_pass(row) and (known is None or may_pass(known)):
-                journal.append(row, spectra.get(row.longname))
+                try:
+                    eigs = spectra.get(row.longname)
+                except ResultsError:  # they have been taken away, and are computed again
+                    continue
+                journal.append(row, eigs)
 
     def _take_done(self, table: Path, run: dict[str, Any]) -> Begun:
         layers = read_table(table)

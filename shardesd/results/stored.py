@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from shardesd.errors import ResultsError
 from shardesd.results.files import atomic
+from shardesd.results.tables import read_table
 
 
 def write_spectra(
@@ -39,13 +40,19 @@ def write_spectra(
 
 
 def check_whole(table: Path, analysed: int) -> None:
-    """Raises `ResultsError` where there are λ of more matrices than the table has analysed rows: it was cut short."""
-    path = table.parent.parent / "spectra" / f"{table.stem}.safetensors"
+    """Raises `ResultsError` where there are λ of more matrices than the table has analysed rows: it was cut short.
+
+    Not where a scan is under way, or was killed as it put its files away one by one.
+    """
+    out = table.parent.parent
+    path = out / "spectra" / f"{table.stem}.safetensors"
+    if (out / "partial" / f"{table.stem}.jsonl").exists():
+        return
     try:
         stored = len(StoredSpectra(path))
     except ResultsError:
         return  # they may have been taken away
-    if analysed < stored:
+    if analysed < stored and (read_table(table)["status"] == "ok").sum() < stored:  # or another made it anew meanwhile
         raise ResultsError(
             f"{table} has {analysed} analysed rows, and {path} has λ of {stored} matrices: it was cut short; move it "
             "away, or add --overwrite to replace it"

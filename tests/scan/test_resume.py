@@ -17,9 +17,11 @@ from safetensors.numpy import load_file
 
 import shardesd
 import shardesd.scanner
+from shardesd.errors import NoSpace
 from shardesd.events import MatrixStarted, RowDone
 from shardesd.opening import What
 from shardesd.options import OutputOptions, ScanOptions
+from shardesd.results.store import ModelStore
 
 
 @pytest.fixture(scope="module")
@@ -279,3 +281,41 @@ def test_the_demo_may_be_told_not_to_overwrite(folder: Path, tmp_path: Path, mon
         result = cli("demo", "--out", tmp_path / "results", *arguments)
         assert result.exit_code == 0
         assert ("already done" in result.stderr) is again
+
+
+def half_failed(tmp_path: Path) -> tuple[Path, Path]:
+    """A model, and an output folder with its finished scan, of which a row failed for want of memory."""
+    rng = np.random.default_rng(0)
+    tensors = {"a.weight": rng.standard_normal((600, 600)), "b.weight": rng.standard_normal((24, 24))}
+    folder = one_file(tmp_path / "model", {name: W.astype(np.float32) for name, W in tensors.items()})
+    out = tmp_path / "out"
+    assert shardesd.scan(folder, out=out, max_memory="1MB").layers["status"].to_list() == ["failed", "ok"]
+    return folder, out
+
+
+def test_a_finish_that_failed_between_its_files_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """λ of more matrices than the table has rows: it was not cut short, but is not yet written."""
+    folder, out = half_failed(tmp_path)
+
+    def full(self: object, layers: object) -> None:
+        raise NoSpace("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelStore, "_write_table", full)
+        with pytest.raises(NoSpace):
+            shardesd.scan(folder, out=out)
+    assert cli("summarize", out).exit_code == 0
+    result = shardesd.scan(folder, out=out)
+    assert result.layers["status"].to_list() == ["ok", "ok"]
+    assert sorted(result.spectra) == ["a", "b"]
+
+
+def test_rows_whose_spectra_were_taken_away_are_computed_again_beside_those_that_failed(tmp_path: Path) -> None:
+    folder, out = half_failed(tmp_path)
+    for path in (out / "spectra").iterdir():
+        path.unlink()
+    result = shardesd.scan(folder, out=out)
+    assert result.layers["status"].to_list() == ["ok", "ok"]
+    assert sorted(result.spectra) == ["a", "b"]
