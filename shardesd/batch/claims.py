@@ -156,8 +156,8 @@ class Claims:
             "host": platform.node(),
         }
 
-    def _create(self, path: Path, over: Path | None = None) -> Claim | None:
-        """A claim of this process: a new file, or one in the place of `over`'s; None where there is one.
+    def _create(self, path: Path, *, replacing: bool = False) -> Claim | None:
+        """A claim of this process: a new file, or `replacing` the one that is there; None where there is one.
 
         It appears with its content: of one that a killed process has left empty nobody could tell whose it is.
         """
@@ -168,18 +168,18 @@ class Claims:
                 handle = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
             except FileNotFoundError:
                 path.parent.mkdir(parents=True, exist_ok=True)  # another process was the last to leave
-                return self._create(path, over)
+                return self._create(path, replacing=replacing)
             try:
                 os.write(handle, _count(0) + _owner(me))
                 os.fsync(handle)
-                if over is not None:
+                if replacing:
                     os.replace(fresh, path)
                     made = True
                 else:
                     made = _appears(fresh, path)
             except FileNotFoundError:  # the last to leave has removed it
                 os.close(handle)
-                if over is not None:
+                if replacing:
                     raise
                 return self._create(path)
         if not made:
@@ -218,7 +218,7 @@ class Claims:
         try:
             if _read(path) != dead:
                 return None
-            return self._create(path, over=path)
+            return self._create(path, replacing=True)
         except OSError:
             return None
         finally:
