@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,7 +27,6 @@ MODULES = (
 )
 _STANDARD = "c++17"
 _KEPT_BYTES = 50_000_000  # of all architectures and versions
-_compiling = threading.Lock()
 
 
 def kept_code(arch: str) -> list[bytes] | None:
@@ -38,7 +36,7 @@ def kept_code(arch: str) -> list[bytes] | None:
 
 
 def compiled_code(arch: str) -> list[bytes]:
-    """As `kept_code`, compiled anew and kept.
+    """As `kept_code`, compiled anew and kept. For one thread at a time: two that import cuda-core find half a package.
 
     Raises ImportError where cuda-core is not installed, and what that raises where they don't compile.
     """
@@ -78,11 +76,10 @@ def _parts(meta: dict[str, list[int]], data: bytes) -> list[bytes]:
 
 
 def _compiled(arch: str, sources: list[str]) -> list[bytes]:
-    with _compiling:  # two threads that import cuda-core at once find half a package
-        from cuda.core import Program, ProgramOptions
+    from cuda.core import Program, ProgramOptions
 
-        codes = []
-        for source, (*_, macros) in zip(sources, MODULES, strict=True):
-            options = ProgramOptions(arch=arch, std=_STANDARD, define_macro=list(macros) or None)
-            codes.append(bytes(Program(source, "c++", options).compile("cubin").code))
-        return codes
+    codes = []
+    for source, (*_, macros) in zip(sources, MODULES, strict=True):
+        options = ProgramOptions(arch=arch, std=_STANDARD, define_macro=list(macros) or None)
+        codes.append(bytes(Program(source, "c++", options).compile("cubin").code))
+    return codes

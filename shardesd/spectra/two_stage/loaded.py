@@ -75,18 +75,18 @@ class Kernels:
         import torch
 
         torch.cuda.mem_get_info(index)  # the primary context, in which kernels are loaded: torch may not have made it
-        self._device = _asked(ctypes.c_int, "cuDeviceGet", index)
+        device = _asked(ctypes.c_int, "cuDeviceGet", index)
         self._handles: dict[str, int] = {}
         for (_, names, suffix, _), code in zip(MODULES, codes, strict=True):
             library = _asked(ctypes.c_void_p, "cuLibraryLoadData", code, None, None, 0, None, None, 0)
             for name in names:
                 kernel = _asked(ctypes.c_void_p, "cuLibraryGetKernel", ctypes.c_void_p(library), name.encode())
                 self._handles[name + suffix] = kernel
-        most = _asked(ctypes.c_int, "cuDeviceGetAttribute", _SHARED_OF_A_BLOCK, self._device)
+        most = _asked(ctypes.c_int, "cuDeviceGetAttribute", _SHARED_OF_A_BLOCK, device)
         for kernel in map(ctypes.c_void_p, self._handles.values()):
-            static = _asked(ctypes.c_int, "cuKernelGetAttribute", _STATIC_SHARED, kernel, self._device)
+            static = _asked(ctypes.c_int, "cuKernelGetAttribute", _STATIC_SHARED, kernel, device)
             for attribute, value in ((_DYNAMIC_SHARED, most - static), (_LARGE_CLUSTERS, 1)):
-                _call("cuKernelSetAttribute", attribute, value, kernel, self._device)
+                _call("cuKernelSetAttribute", attribute, value, kernel, device)
         self.multiprocessors = torch.cuda.get_device_properties(index).multi_processor_count
         self.clusters = self._clusters()
         widest = max(size for size, active in enumerate(self.clusters, 1) if active)
@@ -121,7 +121,7 @@ _loaded: dict[int, Kernels] = {}
 
 
 def kernels(index: int) -> Kernels:
-    """Of CUDA device `index`. One thread loads them, and others wait."""
+    """Of CUDA device `index`. One thread loads them, or compiles them, and others wait."""
     return _of(index, lambda: _fresh(index))
 
 
