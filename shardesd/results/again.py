@@ -15,9 +15,9 @@ from shardesd.errors import ResultsError
 from shardesd.records import Row
 from shardesd.results.files import Lock, atomic, named_errors
 from shardesd.results.load import tables_of
-from shardesd.results.stored import StoredSpectra, check_whole
+from shardesd.results.stored import StoredSpectra, read_whole
 from shardesd.results.summary import summarise
-from shardesd.results.tables import read_table, table_bytes, to_frame, to_rows
+from shardesd.results.tables import table_bytes, to_frame, to_rows
 
 
 class StoredModel:
@@ -44,8 +44,7 @@ class StoredModel:
                 raise ResultsError(
                     f"{self._stem} has no table in {self._lock.path.parent.parent}; scan the model again"
                 )
-            self.rows = to_rows(read_table(self._tables[0]))
-            check_whole(self._tables[0], sum(row.status == "ok" for row in self.rows))
+            self.rows = to_rows(read_whole(self._tables[0]))
             self._run = self._read_run()
             self._spectra: Mapping[str, np.ndarray] = {}
             if self._spectra_path.exists():

@@ -17,7 +17,7 @@ from shardesd.records import Row, may_pass
 from shardesd.results.files import file_stem, named_errors
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import read_stats, stats_path
-from shardesd.results.stored import StoredSpectra, check_whole
+from shardesd.results.stored import StoredSpectra, read_whole
 from shardesd.results.tables import read_table, to_rows
 
 
@@ -37,8 +37,7 @@ class Finished:
 
     def rows(self) -> tuple[int, int]:
         """How many rows there are, skipped ones not counted, and how many of these could not be analysed."""
-        status = read_table(self.table)["status"]
-        check_whole(self.table, int((status == "ok").sum()))
+        status = read_whole(self.table)["status"]
         return int((status != "skipped").sum()), int((status == "failed").sum())
 
     def may_pass(self) -> bool:
@@ -110,8 +109,7 @@ def load_result(out: Path, model_id: str, revision: str | None, *, show_skipped:
     finished = find_finished(out, model_id, revision)
     if finished is None:
         raise ResultsError(f"there is no finished scan of {model_id} in {out}; scan it first")
-    rows = [row for row in to_rows(read_table(finished.table)) if row.status != "skipped"]
-    check_whole(finished.table, sum(row.status == "ok" for row in rows))
+    rows = [row for row in to_rows(read_whole(finished.table)) if row.status != "skipped"]
     for values in finished.run.get("skipped") or ():
         rows.insert(values["position"], Row(**{key: value for key, value in values.items() if key != "position"}))
     stem = file_stem(model_id, revision)

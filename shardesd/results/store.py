@@ -28,9 +28,9 @@ from shardesd.results.files import (
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result, shown
 from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
-from shardesd.results.stored import StoredSpectra, check_whole, write_spectra
+from shardesd.results.stored import StoredSpectra, read_whole, write_spectra
 from shardesd.results.summary import read_summary, update_summary
-from shardesd.results.tables import read_table, row_values, table_bytes, to_rows
+from shardesd.results.tables import row_values, table_bytes, to_rows
 
 Order = Callable[[str], Any]
 Amend = Callable[[Row], Row]
@@ -227,10 +227,10 @@ class ModelStore:
         table = next((t for t in map(self._table, (self.format, *FORMATS)) if t.exists()), None)
         run = self._provenance()
         if table and run.get("fingerprint") == fingerprint:
-            rows = to_rows(read_table(table))
-            check_whole(table, sum(row.status == "ok" for row in rows))
+            layers = read_whole(table)
+            rows = to_rows(layers)
             if not any(map(may_pass, rows)):
-                return self._take_done(table, run)
+                return self._take_done(table, layers, run)
             self._take_apart(rows, fingerprint)
             return self._resumed()
         journal = Journal.open(self.journal_path)
@@ -269,8 +269,7 @@ class ModelStore:
                     continue
                 journal.append(row, eigs)
 
-    def _take_done(self, table: Path, run: dict[str, Any]) -> Begun:
-        layers = read_table(table)
+    def _take_done(self, table: Path, layers: pl.DataFrame, run: dict[str, Any]) -> Begun:
         rows = [row for row in to_rows(layers) if row.status != "skipped"]
         as_wanted = (
             table == self.table_path and len(rows) + len(run.get("skipped", ())) * self.show_skipped == layers.height

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from safetensors import SafetensorError, safe_open
 
 from shardesd.errors import ResultsError
@@ -39,24 +40,32 @@ def write_spectra(
             file.write(array.data)
 
 
-def check_whole(table: Path, analysed: int) -> None:
-    """Raises `ResultsError` where there are λ of more matrices than the table has analysed rows: it was cut short.
+def read_whole(table: Path) -> pl.DataFrame:
+    """As `read_table`, of a model's table that was not cut short: there are λ of no more matrices than it has rows.
 
-    Not where a scan is under way, or was killed as it put its files away one by one.
+    Not asked where a scan is under way, or was killed as it put its files away one by one. Raises `ResultsError`.
     """
+    layers = read_table(table)
     out = table.parent.parent
     path = out / "spectra" / f"{table.stem}.safetensors"
     if (out / "partial" / f"{table.stem}.jsonl").exists():
-        return
+        return layers
     try:
         stored = len(StoredSpectra(path))
     except ResultsError:
-        return  # they may have been taken away
-    if analysed < stored and (read_table(table)["status"] == "ok").sum() < stored:  # or another made it anew meanwhile
-        raise ResultsError(
-            f"{table} has {analysed} analysed rows, and {path} has λ of {stored} matrices: it was cut short; move it "
-            "away, or add --overwrite to replace it"
-        )
+        return layers  # they may have been taken away
+    if _analysed(layers) < stored:
+        layers = read_table(table)  # another may have made it anew since it was read
+        if (known := _analysed(layers)) < stored:
+            raise ResultsError(
+                f"{table} has {known} analysed rows, and {path} has λ of {stored} matrices: it was cut short; move it "
+                "away, or add --overwrite to replace it"
+            )
+    return layers
+
+
+def _analysed(layers: pl.DataFrame) -> int:
+    return int((layers["status"] == "ok").sum())
 
 
 class StoredSpectra(Mapping[str, np.ndarray]):
