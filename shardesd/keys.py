@@ -84,7 +84,7 @@ def needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
         "passing_most": spectra.PASSING_BYTES,
         "cost": slices * n * n * (max(M, N) + 4 / 3 * n),
         "most": spectra.batch_size(n),
-        "slots": spectra.slots(n),
+        "large": spectra.is_large(n),
     }
 
 

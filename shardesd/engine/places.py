@@ -45,12 +45,12 @@ class Place(Generic[K, T]):
         return not (self.is_cpu or self.retired)
 
     @property
-    def free_slots(self) -> float:
-        return self.device.slots - sum(worker.slots for worker in self.workers) + 1e-6  # thirds are rounded
+    def free_slots(self) -> int:
+        return self.device.slots - sum(bool(worker.tickets) for worker in self.workers)
 
     def is_open_to(self, task: Task[K, T]) -> bool:
         """Whether a worker may be waiting for it."""
-        return self.free_slots >= 1 and task.group not in self.gathered
+        return self.free_slots > 0 and task.group not in self.gathered
 
     @property
     def gathered(self) -> set[Hashable]:
@@ -73,8 +73,8 @@ class Place(Generic[K, T]):
 
     @property
     def large(self) -> int:
-        """How many groups of tasks that take more than a slot are under way here."""
-        return sum(worker.slots > 1 for worker in self.workers)
+        """How many groups of large tasks are under way here."""
+        return sum(worker.tickets[0].task.large for worker in self.workers if worker.tickets)
 
     def leaves(self, task: Task[K, T], waiting: int, gpus: Sequence[Place[K, T]]) -> bool:
         """Whether such a task, of whose group so many wait, is for another GPU, or for later.
@@ -83,7 +83,7 @@ class Place(Generic[K, T]):
         way; with fewer, a second one where no other GPU should have it. A third one, which is only to be ready in time,
         takes all the memory of a whole one or none.
         """
-        large = self.large if task.slots > 1 else 0
+        large = self.large if task.large else 0
         if not large:
             return False
         lacking = sum(max(0, large + 1 - gpu.large) for gpu in gpus)
@@ -98,11 +98,13 @@ class Place(Generic[K, T]):
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""
-        if self.free_slots < self.slots_of(ticket):
+        if not self.free_slots:
             return False
         working = [worker for worker in self.workers if worker.tickets]
         if self.is_cpu or not working:
             return True
+        if ticket.task.large and self.large >= self.device.slots - 1:
+            return False
         if ticket.alone or any(worker.tickets[0].alone for worker in working):
             return False
         return not self.device_bytes or self._holds(ticket.task, 1)
@@ -111,10 +113,6 @@ class Place(Generic[K, T]):
         """Whether the GPU's memory holds so many such tasks beside what is there."""
         needed = count * task.device_bytes + min(count * task.passing_bytes, task.passing_most)
         return self.device_bytes + needed <= self.device.budget
-
-    def slots_of(self, ticket: Ticket[K, T]) -> float:
-        """How many a task takes here."""
-        return 1 if self.is_cpu else min(ticket.task.slots, self.device.slots)
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +127,6 @@ class Worker(Generic[K, T]):
     _passing_most: int = 0
     host_bytes: int = 0
     """Tasks that are solved together are read one after the other, so the largest of them counts."""
-    slots: float = 0
     gathers: Hashable = None
     """The group of which it waits for more."""
     since: float = 0.0
@@ -148,11 +145,10 @@ class Worker(Generic[K, T]):
         self._passing_bytes += task.passing_bytes
         self._passing_most = max(self._passing_most, task.passing_most)
         self.host_bytes = max(self.host_bytes, task.host_bytes)
-        self.slots = self.place.slots_of(ticket)
 
     def clear(self) -> list[Ticket[K, T]]:
         """Lets go of its tickets; gives them."""
         tickets, self.tickets = self.tickets, []
         self.device_bytes = self._own_bytes = self._passing_bytes = self._passing_most = 0
-        self.host_bytes = self.slots = 0
+        self.host_bytes = 0
         return tickets

@@ -324,7 +324,7 @@ class _Run(Generic[K, T]):
 
     def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
-        if place.free_slots < 1:  # nothing fits, which is known without asking each
+        if not place.free_slots:  # nothing fits, which is known without asking each
             return None
         gathered = place.gathered
         gpus = [p for p in self._places if p.is_gpu]
@@ -337,7 +337,7 @@ class _Run(Generic[K, T]):
                 task = ticket.task
                 if task.aside != aside or task.group in gathered:
                     return False
-                if choosy and task.slots > 1:
+                if choosy and task.large:
                     kind = task.group, task.device_bytes
                     if kind not in left:
                         left[kind] = place.leaves(task, self._ready.count(task.group), gpus)

@@ -37,9 +37,8 @@ class Task(Generic[K, T]):
     """Tasks of one group may be solved together on a GPU; None: never."""
     most: int = 1
     """How many of its group are solved together at best."""
-    slots: float = 1
-    """Of a GPU's slots, how many it keeps from others while it runs there: of those that take 4/3 of one, three run on
-    a GPU that has four."""
+    large: bool = False
+    """Of large ones a GPU leaves a slot to others: three groups run where it has four."""
     aside: bool = False
     """Little work, for a CPU: done by a thread of its own, whose waits for disks and locks cost the devices nothing."""
 

@@ -1,6 +1,6 @@
 """Matrix → eigenvalues. Knows nothing of files, names or devices' queues."""
 
-from shardesd.spectra.eigen import batch_size, missing_batched, slots, why_not_batched
+from shardesd.spectra.eigen import batch_size, is_large, missing_batched, why_not_batched
 from shardesd.spectra.fortran import blas_threads
 from shardesd.spectra.gram import count_bytes, count_cuda
 from shardesd.spectra.policy import Precision, choose_precision, trouble
@@ -36,10 +36,10 @@ __all__ = [
     "device_bytes",
     "drop_buffers",
     "drowned",
+    "is_large",
     "missing_batched",
     "passing_bytes",
     "prepare_worker",
-    "slots",
     "trouble",
     "why_not_batched",
     "work_bytes",

@@ -117,10 +117,10 @@ def batch_size(n: int) -> int:
     return 256 if n <= 512 else 128 if n <= 1024 else 32 if n <= 2048 else 16 if n <= 4096 else 4 if n <= 8192 else 1
 
 
-def slots(n: int) -> float:
-    """Of a GPU's four, how many a matrix of size n takes: of small ones, launching takes as long as solving; of large
-    ones, two are solved while a third is read."""
-    return 1 if n <= 1024 else 4 / 3
+def is_large(n: int) -> bool:
+    """Whether solving matrices of size n takes far longer than launching what does it: then two groups that are solved
+    and one that is read are enough for a GPU."""
+    return n > 1024
 
 
 def device_bytes(n: int) -> int:

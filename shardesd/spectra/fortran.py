@@ -7,12 +7,16 @@ releases the lock while it calls them. That library takes long to load, and scan
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from threadpoolctl import ThreadpoolController
 
 _loading = threading.Lock()
 _limits: list[tuple[ExitStack, int]] = []
@@ -58,6 +62,12 @@ def _library(module: str) -> Any:
 
 
 def _limit(limits: ExitStack, threads: int) -> None:
-    from threadpoolctl import threadpool_limits
+    limits.enter_context(_controller(len(sys.modules)).limit(limits=threads, user_api="blas"))
 
-    limits.enter_context(threadpool_limits(threads, user_api="blas"))
+
+@lru_cache(maxsize=1)
+def _controller(modules: int) -> ThreadpoolController:
+    """Of the libraries that are loaded now, looked for anew where there are more modules: that takes milliseconds."""
+    from threadpoolctl import ThreadpoolController
+
+    return ThreadpoolController()

@@ -107,7 +107,7 @@ def test_each_gpu_has_as_many_in_work(left: int, here: int, others: list[int], t
 
 def test_large_ones_are_never_taken_together() -> None:
     assert share(3, 1, 1, [0, 0, 0]) == 1
-    work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1, slots=1) for i in range(12)]
+    work = [Task(key=i, run=lambda device: time.sleep(0.05), group="n", most=1) for i in range(12)]
     devices = tuple(Device(f"cuda:{i}", slots=2) for i in range(4))
     assert len(list(Engine(devices, budget=100).map(work, run_many=refuse))) == 12
 
@@ -161,35 +161,35 @@ def test_slots_of_one_gpu_do_not_divide_a_group() -> None:
     assert [len(batch) for batch in batches] == [40]
 
 
-def most_at_once(device: Device, slots: Sequence[float]) -> tuple[int, float]:
-    """Of tasks that take so many slots each: how many ran at a time, and how many slots they took."""
-    lock, running, seen = threading.Lock(), list[float](), list[tuple[int, float]]()
+def most_at_once(device: Device, large: Sequence[bool]) -> tuple[int, int]:
+    """Of tasks that are large or not: how many ran at a time, and how many large ones."""
+    lock, running, seen = threading.Lock(), list[bool](), list[tuple[int, int]]()
 
-    def work(taken: float) -> None:
+    def work(one: bool) -> None:
         with lock:
-            running.append(taken)
+            running.append(one)
             seen.append((len(running), sum(running)))
         time.sleep(0.02)
         with lock:
-            running.remove(taken)
+            running.remove(one)
 
-    work_of = [Task(key=i, run=lambda name, one=one: work(one), slots=one, group="n") for i, one in enumerate(slots)]
+    work_of = [Task(key=i, run=lambda name, one=one: work(one), large=one, group="n") for i, one in enumerate(large)]
     outcomes = list(Engine((device,), budget=100).map(work_of))
-    assert len(outcomes) == len(slots)
+    assert len(outcomes) == len(large)
     assert not any(outcome.error for outcome in outcomes)
-    return max(count for count, _ in seen), max(total for _, total in seen)
+    return max(count for count, _ in seen), max(large for _, large in seen)
 
 
-def test_a_task_may_keep_others_from_several_slots() -> None:
+def test_large_ones_leave_a_slot_to_others() -> None:
     gpu = Device("cuda:0", slots=4)
-    assert most_at_once(gpu, [1] * 30) == (4, 4)
-    assert most_at_once(gpu, [2] * 30) == (2, 4)
-    assert most_at_once(gpu, [4 / 3] * 30) == (3, pytest.approx(4))
-    count, total = most_at_once(gpu, [1, 2] * 30)
-    assert 2 <= count <= 4
-    assert total <= 4
-    assert most_at_once(Device("cuda:0", slots=1), [2] * 5) == (1, 2), "no GPU has fewer slots than a task takes"
-    assert most_at_once(Device("cpu", slots=3), [2] * 30)[0] == 3, "slots are a GPU's"
+    assert most_at_once(gpu, [False] * 30) == (4, 0)
+    assert most_at_once(gpu, [True] * 30) == (3, 3)
+    count, large = most_at_once(gpu, [False, True] * 30)
+    assert count == 4, "a slot was left empty beside large ones"
+    assert large <= 3
+    assert most_at_once(Device("cuda:0", slots=1), [True] * 5) == (1, 1)
+    assert most_at_once(Device("cuda:0", slots=2), [True] * 5) == (1, 1)
+    assert most_at_once(Device("cpu", slots=3), [True] * 30) == (3, 3), "only of a GPU's"
 
 
 @pytest.mark.parametrize(("count", "at_once"), [(12, 3), (11, 2)])
@@ -206,7 +206,7 @@ def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: in
             running[0] -= 1
         return together(batch, device)
 
-    work = [Task(key=i, run=fail, group="n", most=4, cost=1, slots=4 / 3) for i in range(count)]
+    work = [Task(key=i, run=fail, group="n", most=4, cost=1, large=True) for i in range(count)]
     assert len(list(Engine((Device("cuda:0", slots=4),), budget=100).map(work, run_many=run_many))) == count
     assert max(number for number, _ in seen) == at_once
     assert [size for _, size in seen] == [4, 4, count - 8]
@@ -214,7 +214,7 @@ def test_a_third_group_of_large_ones_begins_where_there_is_a_whole_one(count: in
 
 def test_a_third_group_of_large_ones_is_whole_or_not_begun() -> None:
     """Where a GPU's memory holds two and a half."""
-    work = [Task(key=i, run=fail, group="n", most=4, cost=1, slots=4 / 3, device_bytes=10) for i in range(32)]
+    work = [Task(key=i, run=fail, group="n", most=4, cost=1, large=True, device_bytes=10) for i in range(32)]
     sizes: list[int] = []
 
     def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
@@ -238,7 +238,7 @@ def test_a_few_large_ones_are_divided_evenly() -> None:
     def feed() -> Iterator[Task]:
         yield from (Task(key=i, run=lambda device: None, group="small", cost=0.1) for i in range(8))
         time.sleep(0.2)  # all GPUs are there
-        yield from (Task(key=i, run=run_one, group="n", most=1, cost=9, slots=4 / 3) for i in range(8, 12))
+        yield from (Task(key=i, run=run_one, group="n", most=1, cost=9, large=True) for i in range(8, 12))
 
     for _ in range(10):
         devices.clear()
@@ -264,7 +264,7 @@ def test_large_ones_are_left_to_gpus_that_have_none() -> None:
     def feed() -> Iterator[Task]:
         yield from (Task(key=i, run=lambda device: None, group="small", most=128, cost=0.1) for i in range(30))
         time.sleep(0.2)  # all GPUs are there
-        yield from (Task(key=i, run=run_one, group=i, most=4, cost=99, slots=4 / 3) for i in range(30, 33))
+        yield from (Task(key=i, run=run_one, group=i, most=4, cost=99, large=True) for i in range(30, 33))
         yield from (Task(key=i, run=lambda device: None, group="small", most=128, cost=0.1) for i in range(33, 90))
 
     for _ in range(10):
@@ -287,7 +287,7 @@ def test_a_large_one_does_not_wait_for_many_small_ones() -> None:
     def feed() -> Iterator[Task]:
         yield from (Task(key=i, run=fail, group="small", most=4, cost=1) for i in range(400))
         time.sleep(0.05)  # all slots are at work
-        yield Task(key="large", run=lambda device: order.append("large"), group="large", most=4, cost=40, slots=4 / 3)
+        yield Task(key="large", run=lambda device: order.append("large"), group="large", most=4, cost=40, large=True)
 
     assert len(list(Engine((Device("cuda:0", slots=4),), budget=100).map(feed(), run_many=run_many))) == 401
     assert order.index("large") < 300
