@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -264,7 +264,7 @@ def pieces(tensor: TensorRef, nbytes: int) -> Iterator[TensorRef]:
     for first in range(0, tensor.shape[0], step):
         n = min(step, tensor.shape[0] - first)
         start = tensor.start + first * row_bytes
-        yield replace(tensor, shape=(n, *tensor.shape[1:]), start=start, end=start + n * row_bytes)
+        yield tensor.part((n, *tensor.shape[1:]), start, start + n * row_bytes)
 
 
 def _gpu_counts(tensor: TensorRef) -> bool:

@@ -279,7 +279,7 @@ class MergedShard:
         """Rows of the base as fresh float32."""
         row_bytes = base.nbytes // base.shape[0]
         shape = (stop - start, *base.shape[1:])
-        part = replace(base, shape=shape, start=base.start + start * row_bytes, end=base.start + stop * row_bytes)
+        part = base.part(shape, base.start + start * row_bytes, base.start + stop * row_bytes)
         with self._base.read(part) as raw:
             flat = StoredMatrix(raw.reshape(1, -1), element_word(raw, base.dtype))
             numbers: np.ndarray = flat.block(0, 0, 1, np.dtype(np.float32)).reshape(shape)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -60,9 +59,8 @@ class ShardMatrix:
         if not isinstance(last, ShardMatrix) or last._shard is not self._shard:
             raise ValueError("they lie in different files")
         end = last._tensor.end
-        return ShardMatrix(
-            self._shard, replace(self._tensor, shape=((end - self._tensor.start) // self.itemsize, 1), end=end)
-        )
+        start = self._tensor.start
+        return ShardMatrix(self._shard, self._tensor.part(((end - start) // self.itemsize, 1), start, end))
 
     def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
         """See `records.Matrix`."""
@@ -75,11 +73,7 @@ class ShardMatrix:
     @contextmanager
     def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> Iterator[StoredMatrix]:
         tensor = self._tensor
-        part = replace(
-            tensor,
-            shape=(stop - start, tensor.shape[1]),
-            start=tensor.start + start * self._row_bytes,
-            end=tensor.start + stop * self._row_bytes,
-        )
+        first, end = tensor.start + start * self._row_bytes, tensor.start + stop * self._row_bytes
+        part = tensor.part((stop - start, tensor.shape[1]), first, end)
         with self._shard.read(part, into) as raw:
             yield StoredMatrix(raw, element_word(raw, tensor.dtype))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -137,7 +136,7 @@ class MinusShard:
         mine = next(own for own in self.tensors if own.name == tensor.name)
         first = (tensor.start - mine.start) * twin.nbytes // max(1, mine.nbytes)
         size = tensor.nbytes * twin.nbytes // max(1, mine.nbytes)
-        part = replace(twin, shape=tensor.shape, start=twin.start + first, end=twin.start + first + size)
+        part = twin.part(tensor.shape, twin.start + first, twin.start + first + size)
         with self._one.read(tensor) as raw:
             difference = _numbers(raw, tensor.dtype)
         with shard.read(part) as raw:

@@ -41,14 +41,13 @@ class Recall:
     def content(self, tensor: TensorRef, shard: Placed) -> str | None:
         """The digest of a tensor's elements, if it is known without reading them, and they needn't be read all the same
         (for ``--stats``)."""
-        delta = shard.delta(tensor)
-        if self._keep is None or delta is None or self._options.stats:
+        if self._keep is None or self._options.stats or (delta := shard.delta(tensor)) is None:
             return None
         return self._keep.content(shard.ref.sha256, tensor.start, tensor.end, delta)
 
     def unread(self, matrix: MatrixRef, shard: Placed) -> Spectrum | None:
         """The spectrum of a matrix none of whose bytes has been read: only where the shard's digest is known."""
-        return self.get(self.content(matrix.tensor, shard), matrix)
+        return None if self._keep is None else self.get(self.content(matrix.tensor, shard), matrix)
 
     def get(self, content: str | None, matrix: MatrixRef) -> Spectrum | None:
         """The spectrum of a matrix whose tensor's elements have this digest; None where that is None, too."""
@@ -72,8 +71,7 @@ class Recall:
 
     def note(self, tensor: TensorRef, shard: Placed, content: str) -> None:
         """Remembers the digest of a tensor's elements by where they lie, so that they needn't be read to be known."""
-        delta = shard.delta(tensor)
-        if self._keep is not None and delta is not None:
+        if self._keep is not None and (delta := shard.delta(tensor)) is not None:
             self._keep.remember(shard.ref.sha256, tensor.start, tensor.end, delta, content)
 
     def _key(self, content: str, matrix: MatrixRef) -> str:

@@ -208,8 +208,8 @@ def _experts(stack: TensorRef, name: Name, context: Context, which: range) -> It
     cut = context.cut(name.longname, shape)
     for i in which:
         start = stack.start + i * size
-        expert = replace(stack, shape=shape, start=start, end=start + size)
-        numbered = name._replace(longname=f"{name.longname}.experts.{i}", block_type="expert")
+        expert = stack.part(shape, start, start + size)
+        numbered = Name(f"{name.longname}.experts.{i}", name.layer_index, "expert")
         yield from _linear(expert, numbered, name.longname, cut, context, whole=False)
 
 
@@ -226,11 +226,12 @@ def _linear(
     row, pieces = cut
     for piece in pieces:
         kind = piece.block_type if piece.suffix and name.block_type != "expert" else name.block_type
+        M, N = piece.sides
         matrix = MatrixRef(
             longname=name.longname + piece.suffix,
             tensor=tensor,
-            M=piece.sides[0],
-            N=piece.sides[1],
+            M=M,
+            N=N,
             block_type=kind,
             layer_index=name.layer_index,
             fold=piece.fold if piece.suffix else None,

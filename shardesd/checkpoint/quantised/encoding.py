@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
 
 import numpy as np
@@ -100,14 +100,14 @@ def elements(tensor: TensorRef, read: Read, into: np.ndarray | None = None) -> n
 def part(tensor: TensorRef, index: int, of: int, shape: tuple[int, ...]) -> TensorRef:
     """The `index`-th of the `of` equal parts of a stored tensor, seen in `shape`."""
     size = tensor.nbytes // of
-    return replace(tensor, shape=shape, start=tensor.start + index * size, end=tensor.start + (index + 1) * size)
+    return tensor.part(shape, tensor.start + index * size, tensor.start + (index + 1) * size)
 
 
 def rows_of(tensor: TensorRef, start: int, stop: int) -> TensorRef:
     """Rows `start`…`stop` of a stored tensor, counted along its first axis."""
     size = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
     shape = (stop - start, *tensor.shape[1:])
-    return replace(tensor, shape=shape, start=tensor.start + start * size, end=tensor.start + stop * size)
+    return tensor.part(shape, tensor.start + start * size, tensor.start + stop * size)
 
 
 def floats(read: Read, tensor: TensorRef) -> np.ndarray:
