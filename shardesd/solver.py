@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -119,7 +119,8 @@ class Solver:
         if left:
             opened = [self._opened(*pairs[at], device, contents) for at in left]
             n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
-            done = spectra.compute_many(opened, n=n, device=device, **self._how())
+            nbytes = sum(pairs[at][0].tensor.nbytes for at in left)
+            done = spectra.compute_many(opened, n=n, nbytes=nbytes, device=device, **self._how())
             solved = {at: given for at, given in zip(left, done, strict=True) if not isinstance(given, Exception)}
             # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that feeds a GPU
             # would do so for as long as the GPU needs for the next ones.
@@ -196,7 +197,7 @@ class Solver:
         for row in range(0, tensor.shape[0], step):
             stop = min(row + step, tensor.shape[0])
             start, end = tensor.start + row * row_bytes, tensor.start + stop * row_bytes
-            with shard.read(replace(tensor, shape=(stop - row, *tensor.shape[1:]), start=start, end=end)) as raw:
+            with shard.read(tensor.part((stop - row, *tensor.shape[1:]), start, end)) as raw:
                 yield raw
 
     @staticmethod

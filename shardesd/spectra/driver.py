@@ -41,6 +41,18 @@ def wait(stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         check(driver.cuStreamWaitEvent(stream.cuda_stream, event.cuda_event, 0), "a wait for an event", "CUDA error: ")
 
 
+def until_done(device: torch.device) -> None:
+    """Waits for what the current stream of `device` was given: before a copy to the host is asked for.
+
+    Copies to the host that wait for work stand in a queue of the device's, whatever their streams: one that could be
+    made waits for those before it, of batches that take the device longer.
+    """
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def pin(memory: torch.Tensor) -> None:
     """Has GPUs read memory of this process by themselves, until it ends: it must not be freed before.
 

@@ -9,14 +9,15 @@ On a CPU, one at a time: torch's, or `lapack` where that is faster.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import suppress
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shardesd.records import Routine
-from shardesd.spectra import cusolver, lapack, two_stage
+from shardesd.spectra import cusolver, driver, lapack, two_stage
 from shardesd.spectra.policy import FAST_RATIO, in_one_line, single_to_double_ratio, trouble
 from shardesd.spectra.worker import loaded_torch
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
 
 _TINY = 32
 """Up to this size torch itself solves a batch at once, as fast as anything (docs/performance.md)."""
+
+_first = threading.Lock()
+_launching: dict[torch.device, threading.Lock] = {}
+"""Who launches a batch that fills the GPU."""
+_launched: dict[torch.device, torch.cuda.Event] = {}
+"""When the last of these is done."""
 
 _missing: dict[int, str] = {}
 """Why CUDA devices whose float64 is fast can't use the two-stage solver, as far as it was found out."""
@@ -68,13 +75,15 @@ def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
     B, n, _ = gram_BNN.shape
     if _two_stage_takes(gram_BNN.device, n, B):
         try:
-            eigs_BN, verdict_B = two_stage.eigvalsh_batched(gram_BNN)
+            with _one_after_the_other(gram_BNN.device) if _fills(n, B) else nullcontext():
+                eigs_BN, verdict_B = two_stage.eigvalsh_batched(gram_BNN)
         except Exception as error:
             if trouble(error) != "task":
                 raise
             # A launch that the driver refuses, say: cuSOLVER takes over for good.
             _missing[_index(gram_BNN.device)] = f"the batched eigensolver failed: {in_one_line(error)}"
         else:
+            driver.until_done(gram_BNN.device)
             again = two_stage.recompute(gram_BNN, eigs_BN, verdict_B)
             return Eigenvalues(eigs_BN.cpu().numpy(), "two_stage", again)
     if _cusolver_takes(n, B):
@@ -88,6 +97,30 @@ def eigvalsh_many(gram_BNN: torch.Tensor) -> Eigenvalues:
             eigs_BN[info_B != 0] = torch.nan
             return Eigenvalues(eigs_BN.to("cpu", torch.float64).numpy(), "cusolver_batched")
     return Eigenvalues(_one_by_one(gram_BNN).to("cpu", torch.float64).numpy(), "eigvalsh")
+
+
+def _fills(n: int, batch: int) -> bool:
+    """Whether a batch keeps all of a GPU busy for as long as it is solved: a second one beside it gains nothing."""
+    return not is_large(n) and 2 * batch > batch_size(n)
+
+
+@contextmanager
+def _one_after_the_other(device: torch.device) -> Iterator[None]:
+    """What is launched within the context is run when what was launched within the one before is done.
+
+    The GPU would divide itself among all, and all end as late as the last: then λ of all are fitted, and rows made of
+    them, when the GPU has nothing more to do. No thread waits but for another's launches.
+    """
+    import torch
+
+    with _first:
+        lock = _launching.setdefault(device, threading.Lock())
+    with lock, torch.cuda.device(device):
+        stream = torch.cuda.current_stream()
+        if device in _launched:
+            driver.wait(stream, _launched[device])
+        yield
+        _launched[device] = stream.record_event()
 
 
 def why_not_batched(index: int) -> str | None:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shardesd.records import Matrix
+from shardesd.spectra import driver
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +88,9 @@ class Tallies:
 
         if not self._parts:
             return
-        rows = iter(torch.cat([values for _, _, values in self._parts]).tolist())
+        values_B5 = torch.cat([values for _, _, values in self._parts])
+        driver.until_done(values_B5.device)
+        rows = iter(values_B5.tolist())
         found: dict[Tallied, list[Part]] = {}
         for matrices, size, _ in self._parts:
             for matrix in matrices:

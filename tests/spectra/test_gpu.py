@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,28 @@ def test_hopeless_matrices_do_not_harm_the_others_of_their_batch() -> None:
             assert not isinstance(result, Exception)
             expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
             assert np.abs(result.eigs - expected).max() <= 1e-12 * expected[-1]
+
+
+@pytest.mark.parametrize(("n", "batch"), [(160, 256), (768, 96)])
+def test_batches_that_fill_the_gpu_are_solved_in_turn(n: int, batch: int) -> None:
+    """Launched by several threads, each on a stream of its own: no λ differs from what a batch alone has."""
+    if reason := two_stage.unavailable_reason(torch.device("cuda", 0)):
+        pytest.skip(reason)
+    generator = torch.Generator("cuda").manual_seed(n)
+    W = torch.randn(6, batch, n, n + 9, dtype=torch.float64, device="cuda", generator=generator)
+    grams = W @ W.mT
+    alone = [eigen.eigvalsh_many(gram.clone()) for gram in grams]
+    assert eigen._fills(n, batch)
+
+    def in_a_stream(gram: torch.Tensor) -> list[np.ndarray]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return [eigen.eigvalsh_many(gram.clone()).eigs for _ in range(5)]
+
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(6) as pool:
+        for found, expected in zip(pool.map(in_a_stream, grams), alone, strict=True):
+            assert expected.routine == "two_stage"
+            assert all(np.array_equal(eigs, expected.eigs) for eigs in found)
 
 
 def test_no_memory_on_a_real_gpu_means_the_cpu() -> None:

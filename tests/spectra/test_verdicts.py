@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from shardesd import spectra
 from shardesd.checkpoint import StoredMatrix
 from shardesd.errors import MatrixError
 from shardesd.records import Matrix, Spectrum
-from shardesd.spectra import cusolver, eigen, solve, two_stage
+from shardesd.spectra import cusolver, driver, eigen, solve, two_stage
 from shardesd.spectra.tally import Tallies
 
 N = 40
@@ -49,6 +51,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         out: torch.Tensor,
         on_error: Callable[[int, Exception], None],
         tallies: Tallies,
+        in_turn: bool,
     ) -> None:
         for at, open_ in enumerate(opened):
             with open_() as (matrix,):
@@ -211,3 +214,74 @@ def test_without_it_cusolver_takes_over(monkeypatch: pytest.MonkeyPatch, batched
             assert np.isnan(found.eigs[at]).all(), "what didn't converge is not taken"
         else:
             assert np.abs(found.eigs[at] - exact(W)).max() <= 1e-13 * exact(W)[-1] * N
+
+
+class Stream:
+    """What a GPU is given, by one thread."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def record_event(self) -> str:
+        return f"end of {self.name}"
+
+
+def test_whole_batches_of_small_matrices_are_solved_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which they are launched; others, which leave a part of a GPU idle, beside each other."""
+    given: list[str] = []
+    local = threading.local()
+    launching = threading.Lock()
+
+    def launch(grams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert launching.acquire(blocking=False), "launched beside another"
+        time.sleep(0.02)
+        launching.release()
+        given.append(local.stream.name)
+        if local.stream.name == "fails":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return torch.zeros(grams.shape[:2], dtype=torch.float64), torch.zeros(len(grams), dtype=torch.int32)
+
+    monkeypatch.setattr(eigen, "_launching", {})
+    monkeypatch.setattr(eigen, "_launched", {})
+    monkeypatch.setattr(eigen, "_two_stage_takes", lambda device, n, batch: True)
+    monkeypatch.setattr(two_stage, "eigvalsh_batched", launch)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: local.stream)
+    monkeypatch.setattr(driver, "wait", lambda stream, event: given.append(f"{stream.name} waits for {event}"))
+
+    def solve_batch(name: str, size: int, n: int = 4) -> None:
+        local.stream = Stream(name)
+        with suppress(RuntimeError):
+            eigen.eigvalsh_many(torch.zeros((size, n, n), dtype=torch.float64))
+
+    solve_batch("first", 256)
+    solve_batch("second", 200)
+    solve_batch("few", 100)
+    solve_batch("fails", 256)
+    solve_batch("third", 256)
+    assert given == [
+        "first",
+        "second waits for end of first",
+        "second",
+        "few",
+        "fails waits for end of second",
+        "fails",
+        "third waits for end of second",
+        "third",
+    ]
+    given.clear()
+    threads = [threading.Thread(target=solve_batch, args=(f"{at}", 256)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    order = [name for name in given if "waits" not in name]
+    waits = [f"{one} waits for end of {before}" for one, before in zip(order, ["third", *order], strict=False)]
+    assert [name for name in given if "waits" in name] == waits
+
+
+def test_large_matrices_are_solved_beside_each_other() -> None:
+    assert eigen._fills(768, 128)
+    assert eigen._fills(1024, 65)
+    assert not eigen._fills(1024, 64)
+    assert not eigen._fills(2048, 32)

@@ -87,11 +87,10 @@ def recompute(gram_Bnn: torch.Tensor, eigs_Bn: torch.Tensor, verdict_B: torch.Te
     """
     import torch
 
-    bad = verdict_B.cpu()
-    rows = [i for i in range(len(bad)) if bad[i]]
-    for i in rows:
+    bad: dict[int, int] = {i: verdict for i, verdict in enumerate(verdict_B.tolist()) if verdict}
+    for i, verdict in bad.items():
         eigs_Bn[i] = torch.nan
-        if not bad[i] & NONFINITE:
+        if not verdict & NONFINITE:
             with suppress(torch.linalg.LinAlgError):  # type: ignore[attr-defined]
                 eigs_Bn[i] = torch.linalg.eigvalsh(gram_Bnn[i].double())
-    return rows
+    return list(bad)
