@@ -163,7 +163,8 @@ def _load() -> _Library | None:
         except (OSError, AttributeError):
             continue
         quick = ctypes.PyDLL(None)  # keeps the interpreter's lock, which costs more to have back than these calls take
-        threads = min(_MOST_THREADS, cores)
+        # The other cores are for whoever works with what came before: threads on all of them would not read faster.
+        threads = min(_MOST_THREADS, cores - cores // 4)
         prepare((ctypes.c_int * 8)(threads, 2 * _MOST_THREADS))  # struct aioinit
         lio_listio.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         quick.fcntl.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)

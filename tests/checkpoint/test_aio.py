@@ -231,3 +231,18 @@ def test_a_fork_reads_without_threads_that_it_has_not(path: Path, content: bytes
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_library
+@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (3, 3), (4, 3), (16, 12), (32, 24), (128, 32)])
+def test_some_cores_are_left_to_others(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
+    found = aio._load.__wrapped__()
+    assert found is not None
+    assert found.threads == threads
+
+
+@needs_library
+def test_one_core_has_nothing_to_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(1))
+    assert aio._load.__wrapped__() is None
