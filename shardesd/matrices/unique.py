@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from shardesd.matrices.names import is_stack, natural_key, parse_name, role
 
+_RESERVED = "__metadata__"
 _FUSED = ("qkv", "kv", "gate_up")
 _PART = re.compile(r"_(?:q|k|v|kv|z|gate|up|input)$")
 _EXPERT = re.compile(r"\.experts\.[0-9]+$")
@@ -21,13 +22,15 @@ def renamed(names: Iterable[str]) -> dict[str, str]:
     """Tensor name → what stands in place of its longname, for those whose longname another tensor has, or may have.
 
     Of such tensors the first in natural order of their full names keeps the longname; a later one is called by its full
-    name (``m.a.weight``), with ``#2``, ``#3`` … behind it where that is taken too.
+    name (``m.a.weight``), with ``#2``, ``#3`` … behind it where that is taken too. No tensor is called what the
+    spectra's file, like any safetensors file, keeps for itself.
     """
     longnames = {name: parse_name(name).longname for name in names}
     distinct = set(longnames.values())
-    if len(distinct) == len(longnames) and not any(_part_of(longname, distinct) for longname in distinct):
+    meet = len(distinct) < len(longnames) or any(_part_of(longname, distinct) for longname in distinct)
+    if not (meet or _RESERVED in distinct):
         return {}
-    taken: set[str] = set()
+    taken = {_RESERVED}
     wholes: set[str] = set()
     """What the taken ones would be parts of."""
     found = {}

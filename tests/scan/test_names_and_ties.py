@@ -13,6 +13,7 @@ from checkpoints import one_file, random_weights, sharded
 
 import shardesd
 from shardesd.events import Event, ScanStarted
+from shardesd.refitter import refit
 from shardesd.source.local import LocalSource
 
 
@@ -58,6 +59,18 @@ def test_tensors_whose_longnames_meet_keep_a_row_each(tmp_path: Path, count: int
 
 def test_a_state_dict_whose_longnames_meet() -> None:
     holds(shardesd.scan({name: torch.from_numpy(tensor) for name, (tensor, _) in meeting().items()}))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_tensor_called_as_no_key_of_a_spectra_file_can_be(tmp_path: Path, count: int) -> None:
+    W, other = weights((9, 7), (8, 6))
+    tensors = {"__metadata__.weight": W, "m.weight": other}
+    shardesd.scan(sharded(tmp_path / "model", tensors, count), out=tmp_path / "results")
+    result = shardesd.scan(tmp_path / "model", out=tmp_path / "results")
+    assert sorted(result.spectra) == ["__metadata__.weight", "m"]
+    np.testing.assert_allclose(result.spectra["__metadata__.weight"], eigs(W), rtol=1e-9)
+    (again,) = refit(tmp_path / "results", shardesd.ScanOptions(fix_fingers="DKS"), processes=1)
+    assert (again.rows, again.problem) == (2, "")
 
 
 def test_shards_whose_names_come_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
