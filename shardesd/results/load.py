@@ -13,11 +13,11 @@ import polars as pl
 
 from shardesd.errors import ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row, may_pass
+from shardesd.records import may_pass
 from shardesd.results.files import file_stem, named_errors
 from shardesd.results.result import Result, make_result
 from shardesd.results.statistics import read_stats, stats_path
-from shardesd.results.stored import StoredSpectra, read_whole
+from shardesd.results.stored import StoredSpectra, all_rows, read_whole
 from shardesd.results.tables import read_table, to_rows
 
 
@@ -109,9 +109,7 @@ def load_result(out: Path, model_id: str, revision: str | None, *, show_skipped:
     finished = find_finished(out, model_id, revision)
     if finished is None:
         raise ResultsError(f"there is no finished scan of {model_id} in {out}; scan it first")
-    rows = [row for row in to_rows(read_whole(finished.table)) if row.status != "skipped"]
-    for values in finished.run.get("skipped") or ():
-        rows.insert(values["position"], Row(**{key: value for key, value in values.items() if key != "position"}))
+    rows = all_rows(read_whole(finished.table), finished.run)
     stem = file_stem(model_id, revision)
     spectra = out / "spectra" / f"{stem}.safetensors"
     stats = (stats_path(out, stem, format) for format in FORMATS)

@@ -28,7 +28,7 @@ from shardesd.results.files import (
 from shardesd.results.journal import Journal
 from shardesd.results.result import Result, make_result, shown
 from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
-from shardesd.results.stored import StoredSpectra, read_whole, write_spectra
+from shardesd.results.stored import StoredSpectra, all_rows, read_whole, write_spectra
 from shardesd.results.summary import read_summary, update_summary
 from shardesd.results.tables import row_values, table_bytes, to_rows
 
@@ -270,13 +270,9 @@ class ModelStore:
                 journal.append(row, eigs)
 
     def _take_done(self, table: Path, layers: pl.DataFrame, run: dict[str, Any]) -> Begun:
-        rows = [row for row in to_rows(layers) if row.status != "skipped"]
-        as_wanted = (
-            table == self.table_path and len(rows) + len(run.get("skipped", ())) * self.show_skipped == layers.height
-        )
-        for values in run.get("skipped", ()):
-            rows.insert(values["position"], Row(**{k: v for k, v in values.items() if k != "position"}))
-        if table != self.table_path or not as_wanted:
+        rows = all_rows(layers, run)
+        wanted = sum(self.show_skipped or row.status != "skipped" for row in rows)
+        if table != self.table_path or wanted != layers.height:
             self._write_table(shown(rows, self.show_skipped))
             self._write_run(run)
         self._stats = read_stats(self.out, self.stem)

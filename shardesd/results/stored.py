@@ -12,8 +12,9 @@ import polars as pl
 from safetensors import SafetensorError, safe_open
 
 from shardesd.errors import ResultsError
+from shardesd.records import Row
 from shardesd.results.files import atomic
-from shardesd.results.tables import read_table
+from shardesd.results.tables import read_table, to_rows
 
 
 def write_spectra(
@@ -62,6 +63,14 @@ def read_whole(table: Path) -> pl.DataFrame:
                 "away, or add --overwrite to replace it"
             )
     return layers
+
+
+def all_rows(layers: pl.DataFrame, run: Mapping[str, Any]) -> list[Row]:
+    """The rows of a finished table, and in their places the skipped ones, which its provenance `run` holds."""
+    rows = [row for row in to_rows(layers) if row.status != "skipped"]
+    for values in run.get("skipped") or ():
+        rows.insert(values["position"], Row(**{name: value for name, value in values.items() if name != "position"}))
+    return rows
 
 
 def _analysed(layers: pl.DataFrame) -> int:
