@@ -50,7 +50,7 @@ class Place(Generic[K, T]):
 
     def is_open_to(self, task: Task[K, T]) -> bool:
         """Whether a worker may be waiting for it."""
-        return self.free_slots > 0 and task.group not in self.gathered
+        return self.free_slots > 0 and not (task.large and self.has_its_large) and task.group not in self.gathered
 
     @property
     def gathered(self) -> set[Hashable]:
@@ -76,6 +76,11 @@ class Place(Generic[K, T]):
         """How many groups of large tasks are under way here."""
         return sum(worker.tickets[0].task.large for worker in self.workers if worker.tickets)
 
+    @property
+    def has_its_large(self) -> bool:
+        """Whether it is a GPU whose other slots are for small tasks."""
+        return self.is_gpu and self.large >= max(1, self.device.slots - 1)
+
     def leaves(self, task: Task[K, T], waiting: int, gpus: Sequence[Place[K, T]]) -> bool:
         """Whether such a task, of whose group so many wait, is for another GPU, or for later.
 
@@ -86,6 +91,8 @@ class Place(Generic[K, T]):
         large = self.large if task.large else 0
         if not large:
             return False
+        if self.has_its_large:
+            return True
         lacking = sum(max(0, large + 1 - gpu.large) for gpu in gpus)
         scarce = task.group is None or waiting < lacking * task.most
         if large > 1:
@@ -103,8 +110,6 @@ class Place(Generic[K, T]):
         working = [worker for worker in self.workers if worker.tickets]
         if self.is_cpu or not working:
             return True
-        if ticket.task.large and self.large >= self.device.slots - 1:
-            return False
         if ticket.alone or any(worker.tickets[0].alone for worker in working):
             return False
         return not self.device_bytes or self._holds(ticket.task, 1)

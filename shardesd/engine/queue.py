@@ -324,7 +324,7 @@ class _Run(Generic[K, T]):
 
     def _longest(self, place: Place[K, T]) -> Ticket[K, T] | None:
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
-        if not place.free_slots:  # nothing fits, which is known without asking each
+        if not place.free_slots or (self._ready.all_large and place.has_its_large):  # known without asking each
             return None
         gathered = place.gathered
         gpus = [p for p in self._places if p.is_gpu]

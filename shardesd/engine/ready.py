@@ -38,6 +38,7 @@ class Ready(Generic[K, T]):
     def __init__(self) -> None:
         self._tickets: list[Ticket[K, T]] = []  # the longest first
         self._groups = Counter[Hashable]()
+        self._large = 0
 
     def __len__(self) -> int:
         return len(self._tickets)
@@ -51,7 +52,16 @@ class Ready(Generic[K, T]):
             self._tickets.append(ticket)
         else:
             insort(self._tickets, ticket, key=_order)
-        self._groups[ticket.task.group] += 1
+        self._count(ticket, 1)
+
+    def _count(self, ticket: Ticket[K, T], more: int) -> None:
+        self._groups[ticket.task.group] += more
+        self._large += more * ticket.task.large
+
+    @property
+    def all_large(self) -> bool:
+        """Whether there are no small ones."""
+        return self._large == len(self._tickets)
 
     def count(self, group: Hashable) -> int:
         """How many of a group there are."""
@@ -70,7 +80,7 @@ class Ready(Generic[K, T]):
                 for other in passed:
                     other.passed_over += 1
                 del self._tickets[at]
-                self._groups[ticket.task.group] -= 1
+                self._count(ticket, -1)
                 return ticket
             if ticket.passed_over >= MOST_PASSED_OVER:
                 return None
@@ -100,7 +110,7 @@ class Ready(Generic[K, T]):
                 and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
-                self._groups[ticket.task.group] -= 1
+                self._count(ticket, -1)
             else:
                 kept.append(ticket)
         self._tickets = kept

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from shardesd.engine import Device, Engine, Outcome, Task, queue
-from shardesd.engine.ready import share
+from shardesd.engine.places import Place, Worker
+from shardesd.engine.ready import Ready, share
+from shardesd.engine.work import Ticket
 
 GPU = Device("cuda:0", slots=1, budget=100)
 
@@ -190,6 +193,43 @@ def test_large_ones_leave_a_slot_to_others() -> None:
     assert most_at_once(Device("cuda:0", slots=1), [True] * 5) == (1, 1)
     assert most_at_once(Device("cuda:0", slots=2), [True] * 5) == (1, 1)
     assert most_at_once(Device("cpu", slots=3), [True] * 30) == (3, 3), "only of a GPU's"
+
+
+def test_small_ones_run_beside_large_ones_however_many_they_are() -> None:
+    """What waits for a slot that it can't have isn't passed over, as what waits for memory is."""
+    done = threading.Semaphore(0)
+
+    def large(device: str) -> None:
+        for _ in range(50):
+            assert done.acquire(timeout=10), "no small one runs"
+
+    def feed() -> Iterator[Task]:
+        yield from (Task(key=f"large {i}", run=large, cost=9, group="n", large=True) for i in range(6))
+        yield from (Task(key=i, run=lambda device: done.release(), cost=1, group="m") for i in range(300))
+
+    outcomes = list(Engine((Device("cuda:0", slots=4),), budget=100).map(feed()))
+    assert len(outcomes) == 306
+    assert not any(outcome.error for outcome in outcomes)
+
+
+def test_a_gpu_that_has_its_large_ones_does_not_look_through_those_that_wait() -> None:
+    place = Place[Any, Any](Device("cuda:0", slots=4))
+    ready = Ready[Any, Any]()
+    for number in range(5):
+        ready.add(Ticket(Task(key=number, run=fail, large=True), number))
+    for number in range(3):
+        worker = Worker(place)
+        worker.add(Ticket(Task(key=f"at work {number}", run=fail, large=True), number))
+        place.workers.append(worker)
+        assert place.has_its_large == (number == 2)
+    assert ready.all_large
+    assert not place.is_open_to(Task(key="large", run=fail, large=True))
+    assert place.is_open_to(Task(key="small", run=fail))
+    small = Ticket(Task(key="small", run=fail, group="m"), 9)
+    ready.add(small)
+    assert not ready.all_large
+    assert ready.take(lambda ticket: True, lambda ticket: not ticket.task.large) is small
+    assert ready.all_large
 
 
 @pytest.mark.parametrize(("count", "at_once"), [(12, 3), (11, 2)])
