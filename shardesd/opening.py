@@ -9,16 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
-from shardesd.checkpoint import (
-    Checkpoint,
-    MinusCheckpoint,
-    Shard,
-    learn_names,
-    open_checkpoint,
-    open_live,
-    open_local,
-    open_shard,
-)
+from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_local, open_shard
 from shardesd.errors import NoRanges, OptionError
 from shardesd.options import ScanOptions
 from shardesd.records import ShardRef
@@ -87,7 +78,6 @@ def open_what(what: What, options: ScanOptions) -> Opened:
         raise OptionError(f"--base is for adapters, and {source.model_id} holds a model's own weights")
     _refuse_adapters_options(what, source.model_id, delta=options.delta)
     checkpoint = _stored(source, options)
-    learn_names(checkpoint)
     return Opened(checkpoint=checkpoint, model_id=source.model_id, revision=source.revision)
 
 

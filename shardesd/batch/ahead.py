@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from shardesd.batch.model import ListRow
-from shardesd.checkpoint import learn_names, open_checkpoint
+from shardesd.checkpoint import open_checkpoint
 from shardesd.errors import ShardesdError
 from shardesd.options import ScanOptions
 from shardesd.source import Fetcher, open_source
@@ -57,7 +57,6 @@ class Ahead:
             checkpoint = open_checkpoint(
                 open_source(row.model, revision=row.revision), io=self._scan.io, allow_pickle=self._scan.allow_pickle
             )
-            learn_names(checkpoint)
             wanted = wanted_beforehand(checkpoint, self._scan, devices)
             first = checkpoint.shards[:1]
             with Fetcher(checkpoint.source, first, lambda event: None, wanted.would_be_whole) as fetcher:

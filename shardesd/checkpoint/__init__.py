@@ -6,7 +6,7 @@
 from shardesd.checkpoint.blocks import ShardMatrix
 from shardesd.checkpoint.checkpoint import StoredCheckpoint, StoredShard, open_checkpoint, open_shard
 from shardesd.checkpoint.elements import SUPPORTED, StoredMatrix, element_word, is_integer, is_supported
-from shardesd.checkpoint.interface import Checkpoint, Shard, learn_names, open_local
+from shardesd.checkpoint.interface import Checkpoint, Shard, open_local
 from shardesd.checkpoint.layout import adapter_file
 from shardesd.checkpoint.live import LiveCheckpoint, open_live
 from shardesd.checkpoint.minus import MinusCheckpoint
@@ -27,7 +27,6 @@ __all__ = [
     "element_word",
     "is_integer",
     "is_supported",
-    "learn_names",
     "open_checkpoint",
     "open_live",
     "open_local",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from shardesd.errors import NotFound, SourceError
+from shardesd.errors import NotFound
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
@@ -179,17 +179,3 @@ def open_local(checkpoint: Checkpoint, shard: ShardRef, path: Path | None = None
         if checkpoint.source.remote(shard.name) is None:
             raise
         return None
-
-
-def learn_names(checkpoint: Checkpoint) -> None:
-    """Has `checkpoint` know the names of all tensors where no index tells them, if a server gives headers alone.
-
-    Where names meet, what a row is called would otherwise depend on which shards came first, or had come before an
-    interruption. Where a header can't be had now, the scan meets what is wrong when its shard's turn comes.
-    """
-    if checkpoint.names is None and len(checkpoint.shards) > 1:
-        with suppress(SourceError):
-            for shard in checkpoint.shards:
-                if (opened := open_local(checkpoint, shard) or checkpoint.peek(shard)) is None:
-                    break
-                opened.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,44 +62,6 @@ def same(result: shardesd.Result, folder: Path, **options: Any) -> bool:
         and all(np.array_equal(result.spectra[name], local.spectra[name]) for name in local.spectra)
         and result.skipped == local.skipped
     )
-
-
-@pytest.mark.parametrize("fetch", ["ranges", "shards"])
-@pytest.mark.parametrize("taken", range(5))
-def test_names_that_meet_across_shards_without_an_index(hub: HubServer, tmp_path: Path, fetch: str, taken: int) -> None:
-    """Each matrix has a row of its own, called as in a local scan, wherever the scan was interrupted."""
-    rng = np.random.default_rng(0)
-    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
-    tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
-    folder = sharded(tmp_path / "model", tensors, 4, index=False)
-    hub.add("org/name", folder)
-    stop = threading.Event()
-    seen: list[str] = []
-
-    def listen(event: object) -> None:
-        if isinstance(event, RowDone):
-            seen.append(event.row.longname)
-            if len(seen) == taken:
-                stop.set()
-
-    out = tmp_path / "results"
-    if taken:
-        shardesd.scan("org/name", out=out, fetch=fetch, cache=False, on_event=listen, stop=stop)
-    result = shardesd.scan("org/name", out=out, fetch=fetch, cache=False)
-    assert sorted(result.spectra) == ["h.0.fc", "h.0.fc.weight", "h.1.fc", "h.1.fc.weight"]
-    assert same(result, folder)
-    for name, W in tensors.items():
-        expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
-        np.testing.assert_allclose(result.spectra[name], expected, rtol=1e-9)
-
-
-def test_a_server_without_ranges_is_asked_for_one_header_in_vain(hub: HubServer, tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "model", random_weights(layers=3), 3, index=False)
-    hub.add("org/name", folder)
-    hub.fail(SHARDS, Fault(whole=True), method="GET", forever=True)
-    result = shardesd.scan("org/name", fetch="shards", cache=False)
-    assert same(result, folder)
-    assert len(hub.requests("GET", SHARDS)) == 4, "a header, and three files"
 
 
 @pytest.mark.parametrize("redirect", [False, True], ids=["direct", "redirected"])
