@@ -119,8 +119,7 @@ class Solver:
         if left:
             opened = [self._opened(*pairs[at], device, contents) for at in left]
             n = min(pairs[left[0]][0].M, pairs[left[0]][0].N)
-            nbytes = sum(pairs[at][0].tensor.nbytes for at in left)
-            done = spectra.compute_many(opened, n=n, nbytes=nbytes, device=device, **self._how())
+            done = spectra.compute_many(opened, n=n, device=device, **self._how())
             solved = {at: given for at, given in zip(left, done, strict=True) if not isinstance(given, Exception)}
             # Each step of a fit lets go of the interpreter's lock, and waits to have it back: a thread that feeds a GPU
             # would do so for as long as the GPU needs for the next ones.

@@ -27,9 +27,9 @@ K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
-_GATHER, _LOOKS = 0.02, 20  # seconds for which a group that could be larger waits for more; looks in this time
+_GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
+_LOOKS = 20  # whether it is large enough, in this time
 _BREATH = 32  # tasks after which the feeder lets others have the interpreter's lock: each would wait for it 5 ms
-_REST = 128, 1e-3  # where so many tasks wait for each GPU it has time: seconds for which it sleeps then
 
 
 class Engine:
@@ -205,7 +205,7 @@ class _Run(Generic[K, T]):
         try:
             for number, task in enumerate(tasks):
                 if self._engine.gpus and not number % _BREATH:
-                    time.sleep(_REST[1] if len(self._ready) >= _REST[0] * self._engine.gpus else 1e-6)
+                    time.sleep(1e-6)
                 with self._changed:
                     # Outcomes that the caller hasn't taken count too: a caller that pauses pauses the scan.
                     if self._pending >= self._engine.reach:

@@ -47,7 +47,7 @@ class Recall:
 
     def unread(self, matrix: MatrixRef, shard: Placed) -> Spectrum | None:
         """The spectrum of a matrix none of whose bytes has been read: only where the shard's digest is known."""
-        return None if self._keep is None else self.get(self.content(matrix.tensor, shard), matrix)
+        return self.get(self.content(matrix.tensor, shard), matrix)
 
     def get(self, content: str | None, matrix: MatrixRef) -> Spectrum | None:
         """The spectrum of a matrix whose tensor's elements have this digest; None where that is None, too."""

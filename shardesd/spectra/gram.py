@@ -57,21 +57,16 @@ def gram_cuda(matrix: Matrix, gram: torch.Tensor, exponent: int = 0, tallies: Ta
 
 
 def grams_cuda(
-    opened: Sequence[Open],
-    grams: torch.Tensor,
-    on_error: Callable[[int, Exception], None],
-    tallies: Tallies,
-    *,
-    in_turn: bool,
+    opened: Sequence[Open], grams: torch.Tensor, on_error: Callable[[int, Exception], None], tallies: Tallies
 ) -> None:
-    """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n); `in_turn`: see `uploads`.
+    """As `gram_cuda` of each matrix of `opened`, into `grams` (B, n, n).
 
     What reading one, or working on it, raises goes to `on_error`, once at least. Small ones travel and are multiplied
     together: launching work for each by itself takes longer than the work.
     """
     total: _Sum | None = None
     left = set(range(len(opened)))  # of which there is neither a Gram nor an error yet
-    with closing(uploads(opened, grams.device, pack=True, in_turn=in_turn)) as sent:
+    with closing(uploads(opened, grams.device, pack=True)) as sent:
         for one in sent:
             if isinstance(one, Failed):
                 total = None

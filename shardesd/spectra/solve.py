@@ -36,9 +36,6 @@ _TRACE_RANGE = {"float64": (1e-200, 1e290), "float32": (1e-20, 1e30)}
 
 _FALLBACKS: tuple[Routine, ...] = ("svd", "eigvalsh")  # the last resort first
 
-_LITTLE = 2 * UPLOAD_BYTES
-"""Of a group, bytes whose reading delays nobody."""
-
 _UNDERFLOW = "every λ underflows float64: its elements are below 1e-162"
 _DIVERGED = "the eigenvalues of the Gram matrix did not converge (try --solver svd)"
 
@@ -80,15 +77,12 @@ def compute_many(
     opened: Sequence[Open],
     *,
     n: int,
-    nbytes: int | None = None,
     solver: str = "auto",
     precision: str = "auto",
     device: str,
     resolve: float = 0.0,
 ) -> list[Spectrum | Exception]:
     """The λ of several matrices whose shorter side is `n`, solved together on a GPU; an exception where one can't be.
-
-    `nbytes`: of all of them, as they are read; little is read beside what others are reading.
 
     Each of `opened` gives one matrix, which is read when its Gram is due and let go of after it. Raises what means
     trouble for all of them: no memory, or a lost device.
@@ -108,7 +102,7 @@ def compute_many(
         grams[at] = 0
 
     tallies = Tallies()
-    grams_cuda(opened, grams, failed, tallies, in_turn=nbytes is None or nbytes > _LITTLE)
+    grams_cuda(opened, grams, failed, tallies)
     # Looked at only now, so that the device never waits for the host between two matrices.
     traces_B = grams.diagonal(dim1=1, dim2=2).sum(-1, dtype=torch.float64)
     driver.until_done(grams.device)

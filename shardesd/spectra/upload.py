@@ -81,12 +81,8 @@ class _Stopped(BaseException):
     """Nobody wants what comes next."""
 
 
-def uploads(
-    opened: Sequence[Open], device: torch.device, *, pack: bool, in_turn: bool = True
-) -> Generator[Sent | Failed, None, None]:
+def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Generator[Sent | Failed, None, None]:
     """Sends matrices to a GPU as they are stored, in order; with `pack`, small ones several at a time.
-
-    With `in_turn`, what only has to be copied from files is read when no other thread of the GPU reads such things.
 
     What is yielded last may still be on its way, which the current stream waits for. To be closed. One matrix is open
     at a time, besides those that are stretches of files.
@@ -94,7 +90,7 @@ def uploads(
     import torch
 
     staging = staging_of(device)
-    reading = _Reading(staging, opened, pack, in_turn)
+    reading = _Reading(staging, opened, pack)
     name = f"{threading.current_thread().name}-reader"
     thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
     here = reading.items()
@@ -133,8 +129,8 @@ def uploads(
 class _Reading:
     """What the reading thread does."""
 
-    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool, in_turn: bool) -> None:
-        self._staging, self._opened, self._pack, self._takes_turns = staging, opened, pack, in_turn
+    def __init__(self, staging: Staging, opened: Sequence[Open], pack: bool) -> None:
+        self._staging, self._opened, self._pack = staging, opened, pack
         self._turn = staging.turn
         self._allowed: SimpleQueue[None] = SimpleQueue()
         """One for each buffer that may be taken."""
@@ -218,7 +214,7 @@ class _Reading:
                     if pack is not None and not (small and pack.has_room(size)):
                         yield from pack.all()
                         pack = None
-                    self._in_turn(self._takes_turns and matrix.is_stretch, wait=pack is None)
+                    self._in_turn(matrix.is_stretch, wait=pack is None)
                     if not small:
                         yield from self._blocks(at, matrix)
                     else:

@@ -23,7 +23,7 @@ from shardesd import spectra
 from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
 from shardesd.records import Matrix, ShardRef, Spectrum
-from shardesd.spectra import cublas, gram, solve, upload
+from shardesd.spectra import cublas, gram, upload
 from shardesd.spectra import staging as buffers
 from shardesd.spectra.staging import BUFFERS
 from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
@@ -621,42 +621,21 @@ def test_those_who_read_files_take_turns(staging: Staging, tmp_path: Path, monke
         return found
 
     monkeypatch.setattr(ShardMatrix, "rows", noted)
-    for is_stretch, in_turn in ((True, True), (False, True), (True, False)):
+    for is_stretch in (True, False):
         monkeypatch.setattr(ShardMatrix, "is_stretch", is_stretch)
         with open_shard(ShardRef(name="model.safetensors"), tmp_path / "model.safetensors") as shard:
             ones = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
-            threads = [threading.Thread(target=takes_all, args=(ones[at : at + 2], in_turn)) for at in range(0, 8, 2)]
+            threads = [threading.Thread(target=takes_all, args=(ones[at : at + 2],)) for at in range(0, 8, 2)]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        assert (max(most) == 1) == (is_stretch and in_turn)
+        assert (max(most) == 1) == is_stretch
         most.clear()
 
 
-@pytest.mark.parametrize("columns", [10, 4000])
-def test_few_bytes_are_read_beside_what_others_read(
-    staging: Staging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int
-) -> None:
-    """A group that has much to read waits until it is its turn."""
-    monkeypatch.setattr(solve, "_LITTLE", 1 << 20)
-    W = RNG.standard_normal((200, columns)).astype(np.float32)
-    save_file({"W": W}, tmp_path / "model.safetensors")
-    found: list[Any] = []
-    with open_shard(ShardRef(name="model.safetensors"), tmp_path / "model.safetensors") as shard:
-        group = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
-        how: dict[str, Any] = {"n": min(W.shape), "nbytes": W.nbytes, "device": "cpu"}
-        thread = threading.Thread(target=lambda: found.extend(spectra.compute_many(group, **how)))
-        with staging.turn:
-            thread.start()
-            thread.join(0.5 if columns > 10 else 10)
-            assert bool(found) == (columns == 10)
-        thread.join(10)
-    assert found[0].eigs[-1] == pytest.approx(np.linalg.norm(W.astype(np.float64), 2) ** 2)
-
-
-def takes_all(items: Sequence[Open], in_turn: bool = True) -> None:
-    with closing(uploads(items, CPU, pack=False, in_turn=in_turn)) as sent:
+def takes_all(items: Sequence[Open]) -> None:
+    with closing(uploads(items, CPU, pack=False)) as sent:
         for one in sent:
             assert isinstance(one, Sent)
 

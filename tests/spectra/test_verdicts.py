@@ -51,7 +51,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         out: torch.Tensor,
         on_error: Callable[[int, Exception], None],
         tallies: Tallies,
-        in_turn: bool,
     ) -> None:
         for at, open_ in enumerate(opened):
             with open_() as (matrix,):
