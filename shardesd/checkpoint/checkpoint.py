@@ -253,16 +253,20 @@ class StoredCheckpoint:
                 raise CheckpointError(
                     f"tensor '{tensor.name}' is in both {home} and {shard.name}: name one file, or move one away"
                 )
+        self._known[shard.name] = _Known(header, modified_ns, path)
+        promised = self._index.weight_map if self._index else None
+        try:
+            found = self._modules.learn(
+                tensors, self._read_part, promised=promised, complete=self.complete, metadata=header.metadata
+            )
+        except BaseException:  # a part that tells how others lie could not be read: the next one to open it learns it
+            del self._known[shard.name]
+            raise
         elsewhere = len(header.tensors) - len(tensors)
         if self._index and elsewhere:
             self._notes.append(f"ignored {elsewhere} tensors of {shard.name} that {self._index.name} places elsewhere")
-        self._known[shard.name] = _Known(header, modified_ns, path)
         self._described = header.config or self._described
         self.config = self.config or self._described
-        promised = self._index.weight_map if self._index else None
-        found = self._modules.learn(
-            tensors, self._read_part, promised=promised, complete=self.complete, metadata=header.metadata
-        )
         for tensor in found:
             self._weights.setdefault(tensor.shard, []).append(tensor)
         for name in {tensor.shard for tensor in found}:

@@ -81,22 +81,30 @@ class Modules:
         shards that lacked a part till now.
 
         `promised` are the names that an index lists, None without one; `complete`: no more shards follow. `read` is
-        used on small parts alone, whose content says how the others are laid out. `metadata` is the header's.
+        used on small parts alone, whose content says how the others are laid out; where it raises, nothing has been
+        learned. `metadata` is the header's.
         """
         self._types.update(torchao_types(metadata or {}))
         new = list(tensors)
         self._stored.update((tensor.name, tensor) for tensor in new)
-        todo, self._waiting = [*self._waiting, *new], []
+        before = self._waiting
+        todo, self._waiting = [*before, *new], []
 
         def to_come(name: str) -> bool:
             return name not in self._stored and not complete and (promised is None or name in promised)
 
         found = []
-        for tensor in todo:
-            for seen in self._judge(tensor, read, to_come, complete):
-                found.append(seen)
-                if seen.encoding is not None and len(shards := {part.shard for part in seen.encoding.parts}) > 1:
-                    self._crossing |= shards
+        try:
+            for tensor in todo:
+                for seen in self._judge(tensor, read, to_come, complete):
+                    found.append(seen)
+                    if seen.encoding is not None and len(shards := {part.shard for part in seen.encoding.parts}) > 1:
+                        self._crossing |= shards
+        except BaseException:
+            self._waiting = before
+            for tensor in new:
+                self._stored.pop(tensor.name, None)
+            raise
         return found
 
     def is_needed_later(self, shard: str) -> bool:
