@@ -112,6 +112,11 @@ class TensorRef:
             problem=self.problem,
         )
 
+    def rows(self, start: int, stop: int) -> TensorRef:
+        """Rows `start`…`stop`, counted along its first axis."""
+        size = self.nbytes // self.shape[0] if self.shape[0] else 0
+        return self.part((stop - start, *self.shape[1:]), self.start + start * size, self.start + stop * size)
+
 
 @record(frozen=True, slots=True, kw_only=True)
 class MatrixRef:

@@ -191,12 +191,10 @@ class Solver:
             with shard.read(tensor) as raw:
                 yield raw
             return
-        row_bytes = tensor.nbytes // tensor.shape[0]
-        step = max(1, _PIECE_BYTES // row_bytes)
-        for row in range(0, tensor.shape[0], step):
-            stop = min(row + step, tensor.shape[0])
-            start, end = tensor.start + row * row_bytes, tensor.start + stop * row_bytes
-            with shard.read(tensor.part((stop - row, *tensor.shape[1:]), start, end)) as raw:
+        M = tensor.shape[0]
+        step = max(1, _PIECE_BYTES // (tensor.nbytes // M))
+        for row in range(0, M, step):
+            with shard.read(tensor.rows(row, min(row + step, M))) as raw:
                 yield raw
 
     @staticmethod

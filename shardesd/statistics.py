@@ -259,12 +259,10 @@ def pieces(tensor: TensorRef, nbytes: int) -> Iterator[TensorRef]:
     if tensor.nbytes <= nbytes or tensor.nbytes != tensor.numel * raw_dtype(tensor.dtype).itemsize:
         yield tensor
         return
-    row_bytes = tensor.nbytes // tensor.shape[0]
-    step = max(1, nbytes // row_bytes)
-    for first in range(0, tensor.shape[0], step):
-        n = min(step, tensor.shape[0] - first)
-        start = tensor.start + first * row_bytes
-        yield tensor.part((n, *tensor.shape[1:]), start, start + n * row_bytes)
+    M = tensor.shape[0]
+    step = max(1, nbytes // (tensor.nbytes // M))
+    for first in range(0, M, step):
+        yield tensor.rows(first, min(first + step, M))
 
 
 def _gpu_counts(tensor: TensorRef) -> bool:

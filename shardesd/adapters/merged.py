@@ -277,12 +277,10 @@ class MergedShard:
 
     def _numbers(self, base: TensorRef, start: int, stop: int) -> np.ndarray:
         """Rows of the base as fresh float32."""
-        row_bytes = base.nbytes // base.shape[0]
-        shape = (stop - start, *base.shape[1:])
-        part = base.part(shape, base.start + start * row_bytes, base.start + stop * row_bytes)
+        part = base.rows(start, stop)
         with self._base.read(part) as raw:
             flat = StoredMatrix(raw.reshape(1, -1), element_word(raw, base.dtype))
-            numbers: np.ndarray = flat.block(0, 0, 1, np.dtype(np.float32)).reshape(shape)
+            numbers: np.ndarray = flat.block(0, 0, 1, np.dtype(np.float32)).reshape(part.shape)
         return numbers
 
     @staticmethod

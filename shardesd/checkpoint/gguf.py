@@ -22,7 +22,7 @@ import numpy as np
 
 from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, rows_of, strips
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
 from shardesd.records import TensorRef
 
@@ -85,7 +85,7 @@ class Blocks(Encoding):
         first_row, last_row = (0, rows) if self.transposed else (start, stop)
         # A row of blocks grows up to 16 times on the way: ggml's kernels keep several copies in float32.
         for first, last in strips(last_row - first_row, 8 * self.codes.nbytes // rows):
-            with read(rows_of(self.codes, first_row + first, first_row + last)) as raw:
+            with read(self.codes.rows(first_row + first, first_row + last)) as raw:
                 values = self._numbers(raw)
             if self.transposed:
                 out[:, first:last] = values[:, start:stop].T

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardesd.checkpoint.quantised.codes import nibbles
-from shardesd.checkpoint.quantised.encoding import STRIP_BYTES, Encoding, Read, Undecodable, floats, rows_of
+from shardesd.checkpoint.quantised.encoding import STRIP_BYTES, Encoding, Read, Undecodable, floats
 from shardesd.records import TensorRef
 
 MAX_STATE_BYTES = 1 << 16
@@ -45,7 +45,7 @@ class Blockwise4(Encoding):
         for at in range(first // self.block * self.block, last, step):
             end = min(at + step, 2 * self.codes.numel, -(-last // self.block) * self.block)
             values = np.empty(end - at, np.float32)
-            with read(rows_of(self.codes, at // 2, end // 2)) as raw:
+            with read(self.codes.rows(at // 2, end // 2)) as raw:
                 nibbles(raw.reshape(1, -1), table, values.reshape(1, -1), high_first=True)
             absmax = self._absmax(read, at // self.block, -(-end // self.block))
             values *= np.repeat(absmax, self.block)[: len(values)]
@@ -53,13 +53,13 @@ class Blockwise4(Encoding):
             flat[low - first : high - first] = values[low - at : high - at]
 
     def _absmax(self, read: Read, first: int, last: int) -> np.ndarray:
-        part = rows_of(self.absmax, first, last)
+        part = self.absmax.rows(first, last)
         if self.nested_table is None or self.nested_absmax is None:
             return floats(read, part)
         with read(part) as raw:
             absmax = np.take(floats(read, self.nested_table), raw)
         outer = first // self.nested_block, -(-last // self.nested_block)
-        scale = np.repeat(floats(read, rows_of(self.nested_absmax, *outer)), self.nested_block)
+        scale = np.repeat(floats(read, self.nested_absmax.rows(*outer)), self.nested_block)
         absmax *= scale[first - outer[0] * self.nested_block :][: len(absmax)]
         absmax += np.float32(self.nested_offset)
         return absmax

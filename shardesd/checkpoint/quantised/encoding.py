@@ -103,13 +103,6 @@ def part(tensor: TensorRef, index: int, of: int, shape: tuple[int, ...]) -> Tens
     return tensor.part(shape, tensor.start + index * size, tensor.start + (index + 1) * size)
 
 
-def rows_of(tensor: TensorRef, start: int, stop: int) -> TensorRef:
-    """Rows `start`…`stop` of a stored tensor, counted along its first axis."""
-    size = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-    shape = (stop - start, *tensor.shape[1:])
-    return tensor.part(shape, tensor.start + start * size, tensor.start + stop * size)
-
-
 def floats(read: Read, tensor: TensorRef) -> np.ndarray:
     """A copy of a small tensor's numbers as float32; those of U8 and F8_E8M0 are powers of two."""
     with read(tensor) as raw:

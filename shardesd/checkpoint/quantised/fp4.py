@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from shardesd.checkpoint.quantised.codes import E2M1, SCALES, nibbles
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, part, rows_of, strips
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, part, strips
 from shardesd.records import TensorRef
 
 
@@ -48,10 +48,10 @@ class Fp4(Encoding):
         first_row, last_row = (0, rows) if self.transposed else (start, stop)
         for first, last in strips(last_row - first_row, columns // 2):
             span = first_row + first, first_row + last
-            scale = floats(read, rows_of(scales, *span))
+            scale = floats(read, scales.rows(*span))
             scale = scale / factor if self.divides else scale * factor
             values = np.empty((last - first, columns), np.float32) if self.transposed else out[first:last]
-            with read(rows_of(codes, *span)) as raw:
+            with read(codes.rows(*span)) as raw:
                 nibbles(raw, E2M1, values)
             grouped = values.reshape(last - first, groups, -1)
             grouped *= scale[:, :, None]

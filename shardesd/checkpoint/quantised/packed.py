@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardesd.checkpoint.quantised.codes import numbers, unpack
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, rows_of, strips
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, strips
 from shardesd.errors import MatrixError
 from shardesd.records import TensorRef
 
@@ -84,7 +84,7 @@ class Awq(Encoding):
         first, last = start // 8, -(-stop // 8)
         cut = slice(start - 8 * first, stop - 8 * first)
         for row, end in strips(inputs, self.codes.nbytes // inputs):
-            with read(rows_of(self.codes, row, end)) as words:
+            with read(self.codes.rows(row, end)) as words:
                 out[:, row:end] = _awq(words[:, first:last])[:, cut].T
         with read(self.zero) as words:
             zero = _awq(words[:, first:last])[:, cut].astype(np.float32)
@@ -109,10 +109,10 @@ class Packed(Encoding):
         outputs, inputs = self.shape
         offset = 2 ** (self.bits - 1)
         for first, last in strips(stop - start, 2 * inputs):
-            with read(rows_of(self.codes, start + first, start + last)) as words:
+            with read(self.codes.rows(start + first, start + last)) as words:
                 out[first:last] = unpack(words, self.bits, inputs, dense=self.dense)
         out -= np.float32(offset)
-        scale = floats(read, self.scale if self.scale.numel == 1 else rows_of(self.scale, start, stop))
+        scale = floats(read, self.scale if self.scale.numel == 1 else self.scale.rows(start, stop))
         scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
         zero = None
         if self.zero is not None:

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from shardesd.checkpoint.quantised.codes import FLOAT8, SCALES, float8_table, numbers
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, part, rows_of, strips
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, floats, part, strips
 from shardesd.records import TensorRef
 
 _USUAL_BLOCK = 128
@@ -43,7 +43,7 @@ class Scaled(Encoding):
         count = prod(self.shape[:-2])
         codes = part(self.codes, matrix, count, self.shape[-2:])
         for first, last in strips(stop - start, codes.nbytes // self.shape[-2]):
-            with read(rows_of(codes, start + first, start + last)) as raw:
+            with read(codes.rows(start + first, start + last)) as raw:
                 if codes.dtype in FLOAT8:
                     np.take(float8_table(codes.dtype), raw, out=out[first:last], mode="clip")
                 else:
@@ -62,7 +62,7 @@ class Scaled(Encoding):
         stacked = tensor.numel > prod(grid)
         one = part(tensor, matrix if stacked else 0, prod(self.shape[:-2]) if stacked else 1, grid)
         first, last = start // self.block[0], -(-stop // self.block[0])
-        with read(rows_of(one, first, last)) as raw:
+        with read(one.rows(first, last)) as raw:
             if tensor.dtype in ("I8", "I32") or (tensor is self.zero and tensor.dtype == "U8"):
                 return raw.astype(np.float32)
             return numbers(raw, tensor.dtype)
