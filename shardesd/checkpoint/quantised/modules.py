@@ -93,18 +93,16 @@ class Modules:
         def to_come(name: str) -> bool:
             return name not in self._stored and not complete and (promised is None or name in promised)
 
-        found = []
         try:
-            for tensor in todo:
-                for seen in self._judge(tensor, read, to_come, complete):
-                    found.append(seen)
-                    if seen.encoding is not None and len(shards := {part.shard for part in seen.encoding.parts}) > 1:
-                        self._crossing |= shards
+            found = [seen for tensor in todo for seen in self._judge(tensor, read, to_come, complete)]
         except BaseException:
             self._waiting = before
             for tensor in new:
                 self._stored.pop(tensor.name, None)
             raise
+        for seen in found:
+            if seen.encoding is not None and len(shards := {part.shard for part in seen.encoding.parts}) > 1:
+                self._crossing |= shards
         return found
 
     def is_needed_later(self, shard: str) -> bool:
