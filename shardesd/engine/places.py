@@ -45,8 +45,13 @@ class Place(Generic[K, T]):
         return not (self.is_cpu or self.retired)
 
     @property
+    def working(self) -> list[Worker[K, T]]:
+        """Those of its workers that have something to do."""
+        return [worker for worker in self.workers if worker.tickets]
+
+    @property
     def free_slots(self) -> int:
-        return self.device.slots - sum(bool(worker.tickets) for worker in self.workers)
+        return self.device.slots - len(self.working)
 
     def is_open_to(self, task: Task[K, T]) -> bool:
         """Whether a worker may be waiting for it."""
@@ -74,7 +79,7 @@ class Place(Generic[K, T]):
     @property
     def large(self) -> int:
         """How many groups of large tasks are under way here."""
-        return sum(worker.tickets[0].task.large for worker in self.workers if worker.tickets)
+        return sum(worker.tickets[0].task.large for worker in self.working)
 
     @property
     def has_its_large(self) -> bool:
@@ -105,9 +110,9 @@ class Place(Generic[K, T]):
 
     def has_room(self, ticket: Ticket[K, T]) -> bool:
         """Whether there are slots for it, and a GPU's memory."""
-        if not self.free_slots:
+        working = self.working
+        if len(working) >= self.device.slots:
             return False
-        working = [worker for worker in self.workers if worker.tickets]
         if self.is_cpu or not working:
             return True
         if ticket.alone or any(worker.tickets[0].alone for worker in working):

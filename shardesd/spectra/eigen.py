@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _TINY = 32
 """Up to this size torch itself solves a batch at once, as fast as anything (docs/performance.md)."""
 
-_first = threading.Lock()
 _launching: dict[torch.device, threading.Lock] = {}
 """Who launches a batch that fills the GPU."""
 _launched: dict[torch.device, torch.cuda.Event] = {}
@@ -113,9 +112,7 @@ def _one_after_the_other(device: torch.device) -> Iterator[None]:
     """
     import torch
 
-    with _first:
-        lock = _launching.setdefault(device, threading.Lock())
-    with lock, torch.cuda.device(device):
+    with _launching.setdefault(device, threading.Lock()), torch.cuda.device(device):
         stream = torch.cuda.current_stream()
         if device in _launched:
             driver.wait(stream, _launched[device])
