@@ -5,6 +5,7 @@ Shapes in names: ``W_MN`` is rows × columns, ``eigs_K`` the kept eigenvalues. S
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -177,10 +178,11 @@ class Matrix(Protocol):
         """Bytes of a stored element."""
         ...
 
-    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
-        """Rows `start`…`stop` as stored (float64, float32, float16, bfloat16); valid until `buffer` is used again.
+    def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
+        """Begins to read rows `start`…`stop`; what it returns waits for them, and is to be called, once, in any case.
 
-        `buffer` (flat uint8) may be read into; where the elements are in memory already it is left alone.
+        They come as stored (float64, float32, float16, bfloat16), valid until `buffer` is used again: flat uint8, which
+        may be read into, and is left alone where the elements are in memory already.
         """
         ...
 

@@ -1,16 +1,18 @@
 """A long range of a file is read in parts by threads of the C library, which need no turn of the interpreter's lock.
 
-That is POSIX AIO as glibc has it: one call, ``lio_listio``, hands it all parts and waits for them. Two cards are fed
-thirteen gigabytes a second in parts of two megabytes: with threads of Python's, each of which has to have the lock
-twice a part, that takes 1.8 instead of 1.1 s (docs/performance.md).
+That is POSIX AIO as glibc has it: one call, ``lio_listio``, hands it all parts, another one waits for them. Two cards
+are fed thirteen gigabytes a second in parts of two megabytes: with threads of Python's, each of which has to have the
+lock twice a part, that takes 1.8 instead of 1.1 s (docs/performance.md).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,20 +26,20 @@ PART_BYTES = 2 << 20
 
 _MOST_THREADS = 32
 _MOST_PARTS = 256
-"""Read by one call, which keeps some bytes for each on its thread's stack."""
+"""Handed over at once, while nobody else has the interpreter's lock."""
 _MOST_COPIES = 256
 """Of descriptors that there are at a time, and at most a quarter of those that the process may have."""
 
 # struct aiocb of 64-bit glibc, whatever the processor.
 _REQUEST = np.dtype(
     {
-        "names": ["fildes", "opcode", "buffer", "nbytes", "notify", "returned", "offset"],
-        "formats": ["i4", "i4", "u8", "u8", "i4", "i8", "i8"],
-        "offsets": [0, 4, 16, 24, 44, 120, 128],
+        "names": ["fildes", "opcode", "buffer", "nbytes", "notify", "error", "returned", "offset"],
+        "formats": ["i4", "i4", "u8", "u8", "i4", "i4", "i8", "i8"],
+        "offsets": [0, 4, 16, 24, 44, 112, 120, 128],
         "itemsize": 168,
     }
 )
-_LIO_READ, _LIO_WAIT, _SIGEV_NONE = 0, 0, 1
+_LIO_READ, _LIO_WAIT, _LIO_NOWAIT, _SIGEV_NONE = 0, 0, 1, 1
 _F_DUPFD_CLOEXEC, _SIG_SETMASK, _SIGNALS_BYTES = 1030, 2, 128  # Linux's
 
 
@@ -45,64 +47,104 @@ def unread(fd: int, target: np.ndarray, offset: int) -> Sequence[tuple[int, int]
     """Reads ``len(target)`` bytes of a file, from `offset` on, into `target` (contiguous, uint8).
 
     Returns the spans of `target` that have not been read to their ends: what is wrong there another way of reading
-    will tell. All of it where there is no such library, where it is one part, and in the main thread, in which Ctrl-C
-    could raise while the parts are still being read.
+    will tell.
     """
-    nbytes = len(target)
-    library = _library() if nbytes > PART_BYTES and threading.current_thread() is not threading.main_thread() else None
-    if library is None:
-        return [(0, nbytes)]
     left: list[tuple[int, int]] = []
     step = _MOST_PARTS * PART_BYTES
-    for start in range(0, nbytes, step):
-        spans = _unread(library, fd, target[start : start + step], offset + start)
+    for start in range(0, len(target), step):
+        piece = target[start : start + step]
+        begun = begin(fd, piece, offset + start)
+        spans = [(0, len(piece))] if begun is None else begun.unread()
         left += [(start + first, start + end) for first, end in spans]
     return left
 
 
-def _unread(library: _Library, fd: int, target: np.ndarray, offset: int) -> Iterator[tuple[int, int]]:
-    nbytes = len(target)
-    starts_P = np.arange(0, nbytes, PART_BYTES)
-    lengths_P = np.minimum(PART_BYTES, nbytes - starts_P)
-    requests_P = np.zeros(len(starts_P), _REQUEST)
-    with library.copies(fd, len(starts_P)) as fds:
-        requests_P["fildes"] = np.resize(fds, len(starts_P))
-        requests_P["opcode"] = _LIO_READ
-        requests_P["buffer"] = target.ctypes.data + starts_P
-        requests_P["nbytes"] = lengths_P
-        requests_P["notify"] = _SIGEV_NONE
-        requests_P["offset"] = offset + starts_P
-        pointers_P = requests_P.ctypes.data + np.arange(len(starts_P)) * _REQUEST.itemsize
-        with library.no_signals():
-            library.lio_listio(_LIO_WAIT, pointers_P.ctypes.data, len(starts_P), None)
-    for part in np.flatnonzero(requests_P["returned"] != lengths_P).tolist():
-        yield part * PART_BYTES, min((part + 1) * PART_BYTES, nbytes)
+def begin(fd: int, target: np.ndarray, offset: int) -> Begun | None:
+    """Has the library read what `unread` would; `Begun.unread` waits for it, and is to be called in any case.
+
+    None where there is no such library, where it is one part or very many, and in the main thread, in which Ctrl-C
+    could raise while they are still being read.
+    """
+    suits = PART_BYTES < len(target) <= _MOST_PARTS * PART_BYTES
+    library = _library() if suits and threading.current_thread() is not threading.main_thread() else None
+    return None if library is None else Begun(library, fd, target, offset)
+
+
+class Begun:
+    """A range that is being read."""
+
+    def __init__(self, library: _Library, fd: int, target: np.ndarray, offset: int) -> None:
+        starts_P = np.arange(0, len(target), PART_BYTES)
+        self._library, self._target = library, target
+        self._parts_P = parts_P = np.zeros(len(starts_P), _REQUEST)
+        self._fds = library.copies(fd, len(starts_P))
+        """Of the same file, as many as are of use: requests of one are served one after the other."""
+        parts_P["fildes"] = np.resize(self._fds or [fd], len(starts_P))
+        parts_P["buffer"] = target.ctypes.data + starts_P
+        parts_P["nbytes"] = np.minimum(PART_BYTES, len(target) - starts_P)
+        parts_P["offset"] = offset + starts_P
+        _under_way.add(self)
+        _ask(library.hand_over, _LIO_NOWAIT, parts_P)
+
+    def unread(self) -> list[tuple[int, int]]:
+        """Waits; then gives the spans that have not been read to their ends."""
+        parts_P = self._parts_P
+        while self in _under_way:
+            # A request for no bytes is served when those of its descriptor have been: one wait for all parts.
+            fds_F = np.unique(parts_P["fildes"])
+            last_F = np.zeros(len(fds_F), _REQUEST)
+            last_F["fildes"], last_F["buffer"] = fds_F, self._target.ctypes.data
+            with self._library.no_signals():
+                _ask(self._library.lio_listio, _LIO_WAIT, last_F)
+            if (parts_P["error"] == errno.EINPROGRESS).any():  # there was no memory to ask
+                time.sleep(0.001)
+            else:
+                _under_way.discard(self)
+                self._library.give(self._fds)
+        ends_P = np.cumsum(parts_P["nbytes"])
+        left_P = parts_P["returned"] != parts_P["nbytes"].astype(np.int64)
+        return [(part * PART_BYTES, int(ends_P[part])) for part in np.flatnonzero(left_P).tolist()]
+
+
+_under_way: set[Begun] = set()
+"""The library writes into their memory, whoever has let go of them."""
+
+
+def _ask(lio_listio: Any, mode: int, requests_R: np.ndarray) -> None:
+    """Has bytes read; `lio_listio`'s answer says no more than the requests themselves will."""
+    requests_R["opcode"] = _LIO_READ
+    requests_R["notify"] = _SIGEV_NONE
+    pointers_R = requests_R.ctypes.data + np.arange(len(requests_R)) * _REQUEST.itemsize
+    lio_listio(mode, pointers_R.ctypes.data, len(pointers_R), None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Library:
     lio_listio: Any
+    hand_over: Any
+    """The same, where it doesn't wait."""
     fcntl: Any
     close: Any
     pthread_sigmask: Any
     threads: int
 
-    @contextmanager
-    def copies(self, fd: int, count: int) -> Iterator[list[int]]:
-        """Descriptors of the same file, as many as are of use: requests of one are served one after the other."""
+    def copies(self, fd: int, count: int) -> list[int]:
+        """Copies of a descriptor: one for each thread at most, as many as there may be, to be given back."""
         allowed = _allowance.take(min(count, self.threads))
         fds: list[int] = []
-        try:
-            while len(fds) < allowed:
-                copied = self.fcntl(fd, _F_DUPFD_CLOEXEC, 0)
-                if copied < 0:  # the process has as many as it may
-                    break
-                fds.append(copied)
-            yield fds or [fd]
-        finally:
-            for copied in fds:
-                self.close(copied)
-            _allowance.give(allowed)
+        while len(fds) < allowed:
+            copied = self.fcntl(fd, _F_DUPFD_CLOEXEC, 0)
+            if copied < 0:  # the process has as many as it may
+                break
+            fds.append(copied)
+        _allowance.give(allowed - len(fds))
+        return fds
+
+    def give(self, fds: Sequence[int]) -> None:
+        """Closes copies."""
+        for copied in fds:
+            self.close(copied)
+        _allowance.give(len(fds))
 
     @contextmanager
     def no_signals(self) -> Iterator[None]:
@@ -162,15 +204,17 @@ def _load() -> _Library | None:
             prepare, lio_listio = waiting.aio_init, waiting.lio_listio
         except (OSError, AttributeError):
             continue
-        quick = ctypes.PyDLL(None)  # keeps the interpreter's lock, which costs more to have back than these calls take
+        # Keep the interpreter's lock, which costs more to have back than these calls take.
+        quick, hand_over = ctypes.PyDLL(None), ctypes.PyDLL(name).lio_listio
         # The other cores are for whoever works with what came before: threads on all of them would not read faster.
-        threads = min(_MOST_THREADS, cores - cores // 4)
+        threads = min(_MOST_THREADS, max(cores // 2, min(cores, 4)))
         prepare((ctypes.c_int * 8)(threads, 2 * _MOST_THREADS))  # struct aioinit
-        lio_listio.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
+        for call in (lio_listio, hand_over):
+            call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
         quick.fcntl.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int)
         quick.close.argtypes = (ctypes.c_int,)
         quick.pthread_sigmask.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
-        return _Library(lio_listio, quick.fcntl, quick.close, quick.pthread_sigmask, threads)
+        return _Library(lio_listio, hand_over, quick.fcntl, quick.close, quick.pthread_sigmask, threads)
     return None
 
 

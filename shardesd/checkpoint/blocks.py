@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,14 +32,14 @@ class ShardMatrix:
     def block(self, axis: Literal[0, 1], start: int, stop: int, dtype: np.dtype[Any]) -> np.ndarray:
         """See `records.Matrix`. Columns cost a pass over the whole tensor."""
         if axis == 0:
-            with self._read(start, stop) as stored:
-                return stored.block(0, 0, stop - start, dtype)
+            with self._read(start, stop) as raw:
+                return self._stored(raw).block(0, 0, stop - start, dtype)
         M = self.shape[0]
         out = np.empty((M, stop - start), dtype)
         step = max(1, _STRIP_BYTES // self._row_bytes)
         for row in range(0, M, step):
-            with self._read(row, min(row + step, M)) as stored:
-                out[row : row + step] = stored.block(1, start, stop, dtype)
+            with self._read(row, min(row + step, M)) as raw:
+                out[row : row + step] = self._stored(raw).block(1, start, stop, dtype)
         return out
 
     @cached_property
@@ -62,18 +62,23 @@ class ShardMatrix:
         start = self._tensor.start
         return ShardMatrix(self._shard, self._tensor.part(((end - start) // self.itemsize, 1), start, end))
 
-    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+    def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
         """See `records.Matrix`."""
-        with self._read(start, stop, buffer) as stored:
-            rows = stored.rows(0, stop - start)
-            # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
-            fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
-            return rows if fits else rows.clone()
+        reading = self._read(start, stop, buffer)
 
-    @contextmanager
-    def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> Iterator[StoredMatrix]:
+        def rows() -> torch.Tensor:
+            with reading as raw:
+                rows = self._stored(raw).rows(0, stop - start)
+                # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
+                fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
+                return rows if fits else rows.clone()
+
+        return rows
+
+    def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         tensor = self._tensor
         first, end = tensor.start + start * self._row_bytes, tensor.start + stop * self._row_bytes
-        part = tensor.part((stop - start, tensor.shape[1]), first, end)
-        with self._shard.read(part, into) as raw:
-            yield StoredMatrix(raw, element_word(raw, tensor.dtype))
+        return self._shard.read(tensor.part((stop - start, tensor.shape[1]), first, end), into)
+
+    def _stored(self, raw: np.ndarray) -> StoredMatrix:
+        return StoredMatrix(raw, element_word(raw, self._tensor.dtype))

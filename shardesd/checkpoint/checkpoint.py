@@ -61,14 +61,15 @@ class StoredShard:
         """``mmap`` or ``pread``: how tensors are read."""
         return self._reader.method
 
-    @contextmanager
-    def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         """See `Shard.read`."""
         if tensor.encoding is not None:
-            yield quantised.elements(tensor, self._read_part, into)
-            return
-        with _read(self._reader, tensor, self.nbytes, into) as data:
-            yield data
+            return self._decoded(tensor, into)
+        return _read(self._reader, tensor, self.nbytes, into)
+
+    @contextmanager
+    def _decoded(self, tensor: TensorRef, into: np.ndarray | None) -> Iterator[np.ndarray]:
+        yield quantised.elements(tensor, self._read_part, into)
 
     def _read_part(self, tensor: TensorRef) -> AbstractContextManager[np.ndarray]:
         if tensor.shard == self.ref.name or self._elsewhere is None:
@@ -334,13 +335,18 @@ def _place(tensor: TensorRef) -> int:
     return tensor.start if tensor.encoding is None else tensor.encoding.parts[0].start
 
 
-@contextmanager
-def _read(reader: Reader, tensor: TensorRef, size: int, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    bits = DTYPE_BITS[tensor.dtype]
-    if tensor.numel * bits != tensor.nbytes * 8 or not 0 <= tensor.start <= tensor.end <= size:
+def _read(
+    reader: Reader, tensor: TensorRef, size: int, into: np.ndarray | None = None
+) -> AbstractContextManager[np.ndarray]:
+    if tensor.numel * DTYPE_BITS[tensor.dtype] != tensor.nbytes * 8 or not 0 <= tensor.start <= tensor.end <= size:
         raise ValueError(f"{tensor} is not a byte range of {reader.path}")
-    with reader.read(tensor.start, tensor.end, into) as data:
-        yield data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+    return _elements(reader.read(tensor.start, tensor.end, into), tensor)
+
+
+@contextmanager
+def _elements(reading: AbstractContextManager[np.ndarray], tensor: TensorRef) -> Iterator[np.ndarray]:
+    with reading as data:
+        yield data if DTYPE_BITS[tensor.dtype] % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def _open(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -114,7 +115,12 @@ class StoredMatrix:
         """Raises ValueError."""
         raise ValueError("it is no stretch of a file")
 
-    def rows(self, start: int, stop: int, buffer: np.ndarray | None = None) -> torch.Tensor:
+    def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
+        """See `records.Matrix`."""
+        rows = self.rows(start, stop)
+        return lambda: rows
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows as stored, sharing memory with the raw elements (unless a stride is negative: then a copy)."""
         import torch
 

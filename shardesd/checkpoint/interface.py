@@ -52,7 +52,8 @@ class Shard(Protocol):
         A quantised weight is decoded, its parts read wherever they lie.
         An array of `tensor.shape` and of `elements.raw_dtype`; F4 and F6, whose elements are no whole bytes, come as
         flat bytes. Valid until the context ends: its memory is used again (with `into`, flat uint8 and large enough to
-        be read into, until the caller uses that again). Not to be written to. Any number of threads
+        be read into, until the caller uses that again). Not to be written to. With `into` the bytes may be on their way
+        when this returns: the context is to be entered, once, in any case. Any number of threads
         may read at once. Raises `ShardChanged` if the file shrank or changed, `SourceError` if it can't be read,
         `MatrixError` if this tensor's elements can't be had.
         """

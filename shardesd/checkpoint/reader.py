@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -78,35 +78,29 @@ class Reader:
         """When the file was last changed, as of its opening."""
         return self._stamp[1]
 
-    @contextmanager
-    def read(self, start: int, end: int, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    def read(self, start: int, end: int, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         """The bytes `start`…`end` as a uint8 array, valid until the context ends (its memory is then used again).
 
-        `into` (flat uint8) is read into where it is large enough: the bytes are then the caller's for as long as it is.
+        `into` (flat uint8) is read into where it is large enough: the bytes are then the caller's for as long as it is,
+        and may be on their way when this returns. So the context is to be entered, once, in any case.
 
         Raises `ShardChanged` if the file isn't what it was when it was opened, `SourceError` if it can't be read.
         """
+        if into is None or len(into) < end - start:
+            return self._read_aside(start, end)
+        return _Reading(self, start, into[: end - start])
+
+    @contextmanager
+    def _read_aside(self, start: int, end: int) -> Iterator[np.ndarray]:
+        """Into memory of this reader's."""
         with self._lock:
-            if self._closed:
-                raise ValueError(f"{self.path} is closed")
-            own = into is None or len(into) < end - start
-            buffer = self._take(end - start) if into is None or own else into
-            self._reading += 1
+            buffer = self._take(end - start)
         try:
-            try:
-                data = buffer[: end - start]
-                self._check()
-                done = self._read_mapped(data, start, self._copy) if self._copy and len(data) else 0
-                self._read_plain(data, start, done)
-                self._check()
-            finally:
-                with self._lock:
-                    self._reading -= 1
-                    self._close_if_idle()
-            yield data
+            with self.read(start, end, buffer) as data:
+                yield data
         finally:
             with self._lock:
-                if own and not self._closed and (self._spare is None or len(self._spare) < len(buffer)):
+                if not self._closed and (self._spare is None or len(self._spare) < len(buffer)):
                     self._spare = buffer
 
     def close(self) -> None:
@@ -178,18 +172,20 @@ class Reader:
 
     def _read_plain(self, data: np.ndarray, start: int, done: int) -> None:
         """Read `data` from its byte `done` on; a long range by several threads, which is faster from any good disk."""
-        target = data.data
         for first, end in aio.unread(self.file.fileno(), data[done:], start + done):
-            at, end = done + first, done + end
-            while at < end:
-                try:
-                    count = self._read_at(target[at : min(at + CHUNK_BYTES, end)], start + at)
-                except OSError as error:
-                    raise unreadable(self.path, error) from error
-                if not count:
-                    self._check()
-                    raise ShardChanged(f"{self.path} ends at byte {start + at}, within a tensor: download it again")
-                at += count
+            self._read_span(data, start, done + first, done + end)
+
+    def _read_span(self, data: np.ndarray, start: int, at: int, end: int) -> None:
+        target = data.data
+        while at < end:
+            try:
+                count = self._read_at(target[at : min(at + CHUNK_BYTES, end)], start + at)
+            except OSError as error:
+                raise unreadable(self.path, error) from error
+            if not count:
+                self._check()
+                raise ShardChanged(f"{self.path} ends at byte {start + at}, within a tensor: download it again")
+            at += count
 
     def _read_at(self, target: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
@@ -197,6 +193,43 @@ class Reader:
         with self._lock:  # Windows: the position is the file's own
             self.file.seek(offset)
             return self.file.readinto(target)
+
+
+class _Reading:
+    """A range of a file on its way into memory; while it is, the file stays open."""
+
+    def __init__(self, reader: Reader, start: int, data: np.ndarray) -> None:
+        self._reader, self._start, self._data = reader, start, data
+        with reader._lock:
+            if reader._closed:
+                raise ValueError(f"{reader.path} is closed")
+            reader._reading += 1
+        try:
+            reader._check()
+            self._begun = aio.begin(reader.file.fileno(), data, start) if reader._copy is None else None
+            if self._begun is None:
+                done = reader._read_mapped(data, start, reader._copy) if reader._copy and len(data) else 0
+                reader._read_plain(data, start, done)
+        except BaseException:
+            self._end()
+            raise
+
+    def __enter__(self) -> np.ndarray:
+        try:
+            for first, end in self._begun.unread() if self._begun else ():
+                self._reader._read_span(self._data, self._start, first, end)
+            self._reader._check()
+        finally:
+            self._end()
+        return self._data
+
+    def _end(self) -> None:
+        with self._reader._lock:
+            self._reader._reading -= 1
+            self._reader._close_if_idle()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
 
 
 def unreadable(path: Path, error: OSError) -> SourceError:

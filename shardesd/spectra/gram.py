@@ -16,9 +16,10 @@ import numpy as np
 from shardesd.records import Matrix
 from shardesd.spectra import cublas
 from shardesd.spectra.blas import syrk
+from shardesd.spectra.pack import Failed, Member, aligned
 from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallied, Tallies
-from shardesd.spectra.upload import Failed, Member, Open, Sent, aligned, spans, uploads
+from shardesd.spectra.upload import Open, Sent, spans, uploads
 
 if TYPE_CHECKING:
     import torch

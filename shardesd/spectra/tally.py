@@ -57,9 +57,9 @@ class Tallied:
         """See `Matrix`."""
         return self._matrix.through(_bare(last))
 
-    def rows(self, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+    def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
         """See `Matrix`."""
-        return self._matrix.rows(start, stop, buffer)
+        return self._matrix.begin(start, stop, buffer)
 
 
 def _bare(matrix: Matrix) -> Matrix:

@@ -10,36 +10,26 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardesd.records import Matrix
+from shardesd.spectra.pack import Come, Failed, Loaded, Member, Pack, flat_bytes, lies_in, nbytes
 from shardesd.spectra.staging import LOOK, PATIENCE, UPLOAD_BYTES, Buffer, Bytes, Staging, staging_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 PACKED_BYTES = 8_000_000
 """The largest matrix that travels together with others."""
 
-_AHEAD = 2
-"""Buffers that a thread has read into and not sent: one is read into while another's bytes travel."""
+_AHEAD = 3
+"""Buffers that a thread reads into, or has read into and not sent: of two at once, since what reads has nothing to do
+from the last byte of one to the first of the next, and another's bytes travel meanwhile."""
 
 Open = Callable[[], AbstractContextManager[Sequence[Matrix]]]
 """Gives one matrix, which is read within the context."""
-
-
-class Member(NamedTuple):
-    """A matrix, or some of its rows, among the bytes that are sent at once."""
-
-    at: int
-    """Its number among those that were to be sent."""
-    matrix: Matrix
-    begin: int
-    """Its first byte."""
-    dtype: torch.dtype
-    rows: int
 
 
 class Sent(NamedTuple):
@@ -56,25 +46,6 @@ class Sent(NamedTuple):
         (member,) = self.members
         N = member.matrix.shape[1]
         return self.there.view(member.dtype, (member.rows, N), (N, 1))
-
-
-class Failed(NamedTuple):
-    """A matrix that can't be read, or not to its end."""
-
-    at: int
-    error: Exception
-
-
-class _Loaded(NamedTuple):
-    """What is to be sent."""
-
-    where: Buffer | torch.Tensor
-    """In a buffer, of which it is the first `nbytes`, or in bytes of its own."""
-    nbytes: int
-    held: Buffer | None
-    """Which one can be read into again once it is sent, whether it lies there or not: or all would be read ahead."""
-    members: Sequence[Member]
-    packed: bool
 
 
 class _Stopped(BaseException):
@@ -94,14 +65,14 @@ def uploads(opened: Sequence[Open], device: torch.device, *, pack: bool) -> Gene
     name = f"{threading.current_thread().name}-reader"
     thread = threading.Thread(target=reading.run, name=name, args=(device, torch.get_num_threads()), daemon=True)
     here = reading.items()
-    items: Iterator[_Loaded | Failed | BaseException] = iter(reading.done.get, None)
+    items: Iterator[Loaded | Failed | BaseException] = iter(reading.done.get, None)
     try:
         thread.start()
     except RuntimeError:  # the system allows no more threads: what is next is read when what came before has been sent
         items = here
     try:
         for item in items:
-            if isinstance(item, _Loaded):
+            if isinstance(item, Loaded):
                 there = staging.send(item.where, item.nbytes)
                 if item.held is not None:
                     reading.more()
@@ -134,9 +105,11 @@ class _Reading:
         self._turn = staging.turn
         self._allowed: SimpleQueue[None] = SimpleQueue()
         """One for each buffer that may be taken."""
-        self.done: SimpleQueue[_Loaded | Failed | BaseException | None] = SimpleQueue()
+        self.done: SimpleQueue[Loaded | Failed | BaseException | None] = SimpleQueue()
         """What has been read, then None."""
         self._held: set[Buffer] = set()
+        self._begun: Come | None = None
+        self._failed: set[int] = set()
         self._stopped = self._has_turn = False
         for _ in range(_AHEAD):
             self.more()
@@ -176,12 +149,27 @@ class _Reading:
         for buffer in list(self._held):
             self.give(buffer)
 
-    def items(self) -> Generator[_Loaded | Failed, None, None]:
-        """Reads one after the other."""
+    def items(self) -> Generator[Loaded | Failed, None, None]:
+        """Reads one after the other; what is next is begun before the one before it has come."""
         try:
             yield from self._items()
         finally:
             self._in_turn(False)
+            for _ in self._rest():  # or it would come into memory that is used for something else
+                pass
+
+    def _next(self, come: Come) -> Iterator[Loaded | Failed]:
+        """What was begun before, once it has come; and what is `come`, now begun, where others may read too."""
+        before, self._begun = self._begun, come
+        if before is not None:
+            yield from before()
+        if not self._has_turn:  # they may wait for this buffer
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Loaded | Failed]:
+        before, self._begun = self._begun, None
+        if before is not None:
+            yield from before()
 
     def _in_turn(self, needed: bool, *, wait: bool = True) -> None:
         """Has this thread's turn come where it is needed, and gives it to another where it isn't any more.
@@ -204,44 +192,67 @@ class _Reading:
                         self._staging.turn = threading.Lock()
                     self._turn, until = self._staging.turn, time.monotonic() + PATIENCE
 
-    def _items(self) -> Iterator[_Loaded | Failed]:
-        pack: _Pack | None = None
-        for at, open_ in enumerate(self._opened):
-            try:
-                with open_() as (matrix,):
-                    size = nbytes(matrix)
-                    small = self._pack and size <= PACKED_BYTES
-                    if pack is not None and not (small and pack.has_room(size)):
-                        yield from pack.all()
-                        pack = None
-                    self._in_turn(matrix.is_stretch, wait=pack is None)
-                    if not small:
-                        yield from self._blocks(at, matrix)
-                    else:
-                        pack = pack or _Pack(self._buffer())
-                        pack.add(at, matrix, size)
-            except Exception as error:
-                if self._stopped:  # nobody would be told
-                    return
-                yield Failed(at, error)
-        if pack is not None:
-            yield from pack.all()
+    def _items(self) -> Iterator[Loaded | Failed]:
+        pack: Pack | None = None
+        try:
+            for at, open_ in enumerate(self._opened):
+                try:
+                    with open_() as (matrix,):
+                        size = nbytes(matrix)
+                        small = self._pack and size <= PACKED_BYTES
+                        if pack is not None and not (small and pack.has_room(size)):
+                            full, pack = pack, None
+                            yield from self._next(full.begun())
+                        if not matrix.is_stretch:
+                            yield from self._rest()
+                        self._in_turn(matrix.is_stretch, wait=pack is None)
+                        if not small:
+                            yield from self._blocks(at, matrix)
+                        else:
+                            pack = pack or Pack(self._buffer())
+                            pack.add(at, matrix, size)
+                except Exception as error:
+                    if self._stopped:  # nobody would be told
+                        return
+                    yield Failed(at, error)
+            if pack is not None:
+                full, pack = pack, None
+                yield from self._next(full.begun())
+            self._in_turn(False)
+            yield from self._rest()
+        finally:
+            if pack is not None:
+                pack.wait()
 
-    def _blocks(self, at: int, matrix: Matrix) -> Iterator[_Loaded]:
+    def _blocks(self, at: int, matrix: Matrix) -> Iterator[Loaded | Failed]:
         M, N = matrix.shape
         for start, stop in spans(M, N * matrix.itemsize, UPLOAD_BYTES):
+            if at in self._failed:  # the rest of it is of no use
+                return
             buffer = self._buffer()
             with self._back_if_raised(buffer):
-                rows = matrix.rows(start, stop, buffer.memory)
+                begun = matrix.begin(start, stop, buffer.memory)
+            come = partial(self._block, at, matrix, stop - start, buffer, begun)
+            yield from self._next(come) if matrix.is_stretch else come()
+
+    def _block(
+        self, at: int, matrix: Matrix, count: int, buffer: Buffer, begun: Callable[[], torch.Tensor]
+    ) -> Iterator[Loaded | Failed]:
+        try:
+            with self._back_if_raised(buffer):
+                rows = begun()
             # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
-            for first, last in spans(stop - start, N * rows.element_size(), UPLOAD_BYTES):
+            for first, last in spans(count, matrix.shape[1] * rows.element_size(), UPLOAD_BYTES):
                 if first:
                     buffer = self._buffer()
                 member = Member(at, matrix, 0, rows.dtype, last - first)
                 with self._back_if_raised(buffer):
-                    part = rows if last - first == stop - start else rows[first:last]
-                    where = buffer if _lies_in(buffer.memory, part) else _bytes(part.clone())  # one row is too long
-                yield _Loaded(where, part.nbytes, buffer, [member], packed=False)
+                    part = rows if last - first == count else rows[first:last]
+                    where = buffer if lies_in(buffer.memory, part) else flat_bytes(part.clone())  # one row is too long
+                yield Loaded(where, part.nbytes, buffer, [member], packed=False)
+        except Exception as error:
+            self._failed.add(at)
+            yield Failed(at, error)
 
     def _look(self) -> None:
         if self._stopped:
@@ -267,89 +278,6 @@ class _Reading:
             self.give(buffer)
             self.more()
             raise
-
-
-class _Pack:
-    """Whole matrices, one behind the other in one buffer; those that lie so in their file are read at once."""
-
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
-        self._members: list[Member] = []
-        self._others: list[_Loaded | Failed] = []
-        self._end = 0
-        self._awaited: list[tuple[int, Matrix, int]] = []
-        """Number, matrix and first byte of those that are not yet read: one, or stretches that follow each other."""
-        self._gapless = True
-        """Whether the last one's end is where the next one begins."""
-
-    def has_room(self, size: int) -> bool:
-        return self._end + size <= UPLOAD_BYTES
-
-    def add(self, at: int, matrix: Matrix, size: int) -> None:
-        """Reads it, of `size` bytes, now or, of a stretch, before `all` gives it."""
-        if self._awaited and not (self._gapless and self._awaited[-1][1].precedes(matrix)):
-            self._read()
-        self._awaited.append((at, matrix, self._end))
-        self._end += aligned(size)
-        self._gapless = aligned(size) == size
-        if not matrix.is_stretch:
-            self._read()
-
-    def all(self) -> Iterator[_Loaded | Failed]:
-        """The buffer, and what could not be put into it."""
-        self._read()
-        yield from self._others
-        end = self._end if self._members else 0
-        yield _Loaded(self._buffer, end, self._buffer, self._members, packed=True)
-
-    def _read(self) -> None:
-        awaited, self._awaited = self._awaited, []
-        if not awaited:
-            return
-        try:
-            self._read_all(awaited)
-        except Exception as error:  # whatever it is: no Gram may be taken for made that isn't
-            self._others += [Failed(at, error) for at, _, _ in awaited]
-
-    def _read_all(self, awaited: Sequence[tuple[int, Matrix, int]]) -> None:
-        (_, first, begin), (_, last, _) = awaited[0], awaited[-1]
-        matrix = first.through(last) if len(awaited) > 1 else first
-        place = self._buffer.memory[begin : begin + nbytes(matrix)]
-        rows = matrix.rows(0, matrix.shape[0], place)
-        if _lies_in(place, rows):
-            self._members += [Member(at, one, start, rows.dtype, one.shape[0]) for at, one, start in awaited]
-        else:  # it is wider than it is stored, since an adapter is merged into it
-            ((at, matrix, _),) = awaited
-            member = Member(at, matrix, 0, rows.dtype, matrix.shape[0])
-            self._others.append(_Loaded(_bytes(rows), rows.nbytes, None, [member], packed=True))
-
-
-def _lies_in(place: np.ndarray, rows: torch.Tensor) -> bool:
-    """Has `place` begin with `rows`, copied into it if they aren't there; False where they are more than it holds."""
-    import torch
-
-    if rows.nbytes > len(place):
-        return False
-    if rows.data_ptr() != place.ctypes.data:
-        torch.from_numpy(place[: rows.nbytes]).view(rows.dtype).view(rows.shape).copy_(rows)
-    return True
-
-
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return rows.contiguous().view(-1).view(torch.uint8)
-
-
-def nbytes(matrix: Matrix) -> int:
-    """Of its elements as they are stored."""
-    M, N = matrix.shape
-    return M * N * matrix.itemsize
-
-
-def aligned(size: int) -> int:
-    """Bytes from one matrix of a pack to the next: a GPU reads from where its elements may begin."""
-    return -(-size // 16) * 16
 
 
 def spans(length: int, bytes_each: int, block_bytes: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import gc
 import os
 import signal
 import threading
@@ -9,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -209,7 +212,7 @@ def test_a_range_of_many_parts_is_read_by_several_calls(
         parts.append(count)
         return int(library.lio_listio(mode, requests, count, event))
 
-    monkeypatch.setattr(aio, "_load", lambda: replace(library, lio_listio=call))
+    monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=call))
     monkeypatch.setattr(aio, "_MOST_PARTS", 30)
     assert aside(lambda: read(path, 7, len(content))) == (content[7:], [])
     assert parts == [30, 30, 30, 11]
@@ -217,6 +220,97 @@ def test_a_range_of_many_parts_is_read_by_several_calls(
     data, spans = aside(lambda: read(path, start, start + 70 * PART))
     assert data[: 40 * PART] == content[start:]
     assert spans == [(at * PART, (at + 1) * PART) for at in range(40, 70)]
+
+
+@needs_library
+def test_ranges_are_under_way_together(path: Path, content: bytes) -> None:
+    """And are waited for in whatever order; each may be asked again."""
+
+    def work() -> None:
+        before = descriptors()
+        with open(path, "rb") as file:
+            targets = [np.zeros(length, np.uint8) for length in (3 * PART, 50 * PART + 1, 90 * PART, 2 * PART)]
+            ranges = [aio.begin(file.fileno(), target, 11 + at) for at, target in enumerate(targets)]
+            for at in (2, 0, 3, 1):
+                begun, target = ranges[at], targets[at]
+                assert begun is not None
+                assert begun.unread() == begun.unread() == []
+                assert target.tobytes() == content[11 + at :][: len(target)]
+        assert descriptors() == before
+        assert not aio._under_way
+
+    aside(work)
+
+
+@needs_library
+def test_what_is_let_go_of_is_kept_until_it_has_been_read(path: Path, content: bytes) -> None:
+    def work() -> None:
+        with open(path, "rb") as file:
+            aio.begin(file.fileno(), np.zeros(len(content), np.uint8), 0)
+            gc.collect()
+            (begun,) = aio._under_way
+            assert begun.unread() == []
+            assert begun._target.tobytes() == content
+        assert not aio._under_way
+
+    aside(work)
+
+
+def test_a_wait_that_can_not_be_asked_for_is_asked_again(
+    path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for it, say: what has not come is not taken for read."""
+    handed: list[tuple[Any, ...]] = []
+    waits = iter([False, False, True])
+
+    def hand_over(mode: int, requests: int, count: int, event: None) -> int:
+        pointers = (ctypes.c_uint64 * count).from_address(requests)
+        for at in pointers:
+            ctypes.c_int.from_address(at + 112).value = errno.EINPROGRESS
+        handed.append((mode, (ctypes.c_uint64 * count)(*pointers), count))
+        return 0
+
+    def wait(mode: int, requests: int, count: int, event: None) -> int:
+        if not next(waits):
+            return -1
+        ((_, pointers, number),) = handed
+        library.lio_listio(0, ctypes.addressof(pointers), number, None)
+        return int(library.lio_listio(mode, requests, count, event))
+
+    monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=hand_over, lio_listio=wait))
+    assert aside(lambda: read(path, 0, len(content))) == (content, [])
+    assert next(waits, None) is None
+
+
+@needs_library
+def test_a_file_that_changes_while_a_range_is_under_way(path: Path) -> None:
+    def work() -> None:
+        into = np.zeros(90 * PART, np.uint8)
+        with Reader(path) as reader:
+            reading = reader.read(0, 90 * PART, into)
+            os.truncate(path, 50 * PART)
+            with pytest.raises(ShardChanged, match="while it was read"):
+                reading.__enter__()
+            with pytest.raises(ShardChanged):
+                reader.read(0, 90 * PART, into)
+        assert reader.file.closed
+
+    aside(work)
+    assert not aio._under_way
+
+
+@needs_library
+def test_a_file_is_open_while_a_range_is_under_way(path: Path, content: bytes) -> None:
+    def work() -> None:
+        reader = Reader(path)
+        reading = reader.read(5, 5 + 70 * PART, np.zeros(80 * PART, np.uint8))
+        reader.close()
+        assert not reader.file.closed
+        with reading as data:
+            assert data.tobytes() == content[5 : 5 + 70 * PART]
+        assert reader.file.closed
+
+    aside(work)
 
 
 @needs_library
@@ -234,7 +328,7 @@ def test_a_fork_reads_without_threads_that_it_has_not(path: Path, content: bytes
 
 
 @needs_library
-@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (3, 3), (4, 3), (16, 12), (32, 24), (128, 32)])
+@pytest.mark.parametrize(("cores", "threads"), [(2, 2), (3, 3), (4, 4), (7, 4), (16, 8), (32, 16), (128, 32)])
 def test_some_cores_are_left_to_others(monkeypatch: pytest.MonkeyPatch, cores: int, threads: int) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
     found = aio._load.__wrapped__()

@@ -24,9 +24,11 @@ from shardesd.checkpoint import ShardMatrix, StoredMatrix, open_shard
 from shardesd.checkpoint.reader import Reader
 from shardesd.records import Matrix, ShardRef, Spectrum
 from shardesd.spectra import cublas, gram, upload
+from shardesd.spectra import pack as packs
 from shardesd.spectra import staging as buffers
+from shardesd.spectra.pack import Failed
 from shardesd.spectra.staging import BUFFERS
-from shardesd.spectra.upload import Failed, Open, Sent, spans, uploads
+from shardesd.spectra.upload import Open, Sent, spans, uploads
 
 CPU = torch.device("cpu")
 RNG = np.random.default_rng(0)
@@ -158,7 +160,7 @@ def test_a_file_that_ends_too_early_costs_what_lies_there(tmp_path: Path, stagin
 
 def test_one_that_raises_costs_itself_alone(staging: Staging) -> None:
     class Broken(StoredMatrix):
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             if stop > 20:
                 raise OSError("the file ends here")
             return super().rows(start, stop)
@@ -225,7 +227,14 @@ def test_what_cannot_be_put_into_its_place_is_not_taken_for_read(
 ) -> None:
     tensors = {f"t{i}": RNG.standard_normal((8, 8)) for i in range(5)}
     alone = RNG.standard_normal((8, 8))
-    monkeypatch.setattr(upload, "_lies_in", failing_once(upload._lies_in))
+    lies_in = packs.lies_in
+
+    def refuse(place: np.ndarray, rows: torch.Tensor) -> bool:
+        if rows.shape[1] == 1:  # those that are read at once
+            raise ValueError("not this one")
+        return lies_in(place, rows)
+
+    monkeypatch.setattr(packs, "lies_in", refuse)
     with files(tmp_path, tensors) as shard:
         items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
         found = spectra.compute_many([*items, opened(StoredMatrix(alone, "F64"))], n=8, device="cpu")
@@ -325,7 +334,7 @@ def test_no_more_is_read_than_there_are_buffers(staging: Staging, itemsize: int)
     read: list[int] = []
 
     class Noted(StoredMatrix):
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             read.append(start)
             return super().rows(start, stop)
 
@@ -367,10 +376,10 @@ def test_threads_share_the_buffers_and_lose_none(staging: Staging) -> None:
     """Though many stop in the middle, with some read ahead, and reading fails now and then."""
 
     class Torn(StoredMatrix):
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             if start > 300:
                 raise OSError("torn")
-            return super().rows(start, stop, buffer)
+            return super().rows(start, stop)
 
     def feeds(number: int) -> None:
         for at in range(20):
@@ -401,10 +410,10 @@ def test_a_thread_that_hangs_keeps_nobody_else(staging: Staging, monkeypatch: py
     class Hanging(StoredMatrix):
         is_stretch = True  # type: ignore[assignment]
 
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             hung.set()
             ended.wait(30)
-            return super().rows(start, stop, buffer)
+            return super().rows(start, stop)
 
     W = RNG.standard_normal((400, 10))
     threads = [threading.Thread(target=takes_all, args=([opened(Hanging(W, "F64"))],)) for _ in range(BUFFERS + 1)]
@@ -531,12 +540,12 @@ def test_one_that_hangs_is_replaced_by_one_turn_for_all(staging: Staging, monkey
     most: list[int] = []
 
     class Slow(Waiting):
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             reading.append(1)
             most.append(len(reading))
             time.sleep(0.02)
             reading.pop()
-            return super().rows(start, stop, buffer)
+            return super().rows(start, stop)
 
     with staging.turn:
         threads = [
@@ -610,17 +619,17 @@ def test_those_who_read_files_take_turns(staging: Staging, tmp_path: Path, monke
     save_file({str(i): np.full((700, 10), i, np.float32) for i in range(8)}, tmp_path / "model.safetensors")
     reading: list[int] = []
     most: list[int] = []
-    rows = ShardMatrix.rows
+    begin = ShardMatrix.begin
 
-    def noted(self: ShardMatrix, start: int, stop: int, buffer: np.ndarray) -> torch.Tensor:
+    def noted(self: ShardMatrix, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
         reading.append(1)
         most.append(len(reading))
         time.sleep(0.01)
-        found = rows(self, start, stop, buffer)
+        begun = begin(self, start, stop, buffer)
         reading.pop()
-        return found
+        return begun
 
-    monkeypatch.setattr(ShardMatrix, "rows", noted)
+    monkeypatch.setattr(ShardMatrix, "begin", noted)
     for is_stretch in (True, False):
         monkeypatch.setattr(ShardMatrix, "is_stretch", is_stretch)
         with open_shard(ShardRef(name="model.safetensors"), tmp_path / "model.safetensors") as shard:
@@ -632,6 +641,95 @@ def test_those_who_read_files_take_turns(staging: Staging, tmp_path: Path, monke
                 thread.join()
         assert (max(most) == 1) == is_stretch
         most.clear()
+
+
+class Underway(StoredMatrix):
+    """As in a file: what is begun comes when it is asked for."""
+
+    is_stretch = True  # type: ignore[assignment]
+
+    def __init__(self, W: np.ndarray, log: list[tuple[str, float]], *, fails_at: int | None = None) -> None:
+        super().__init__(W, "F64")
+        self._log, self._fails_at = log, fails_at
+
+    def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
+        rows = self.rows(start, stop)
+        name = float(rows[0, 0])
+        self._log.append(("begun", name))
+
+        def come() -> torch.Tensor:
+            self._log.append(("came", name))
+            if self._fails_at is not None and start >= self._fails_at:
+                raise OSError("torn")
+            there = torch.from_numpy(buffer[: rows.nbytes]).view(rows.dtype).view(rows.shape)
+            return there.copy_(rows)
+
+        return come
+
+
+def numbered(number: int, rows: int = 30) -> np.ndarray:
+    return np.full((rows, 10), float(number))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_what_is_next_is_begun_before_the_last_has_come(staging: Staging, pack: bool) -> None:
+    log: list[tuple[str, float]] = []
+    found, failed = all_of([opened(Underway(numbered(at, 50), log)) for at in range(8)], pack)
+    assert not failed
+    assert all(np.array_equal(found[at], numbered(at, 50)) for at in range(8))
+    assert log[:2] == [("begun", 0.0), ("begun", 1.0)]
+    for at in range(7):
+        assert log.index(("begun", at + 1)) < log.index(("came", at))
+    for at in range(6):
+        assert log.index(("came", at)) < log.index(("begun", at + 2)), "two at once are enough"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_all_that_was_begun_is_waited_for(staging: Staging, pack: bool) -> None:
+    """Whoever stops, whenever: or it would be read into memory that is used for something else."""
+    for after in range(7):
+        log: list[tuple[str, float]] = []
+        items = [opened(Underway(numbered(at), log)) for at in range(6)]
+        items.insert(3, opened(StoredMatrix(numbered(9), "F64")))
+        with closing(uploads(items, CPU, pack=pack)) as sent:
+            for _ in range(after):
+                next(sent, None)
+        begun = [name for what, name in log if what == "begun"]
+        assert sorted(begun) == sorted(name for what, name in log if what == "came")
+        assert len(begun) == len(set(begun))
+        assert staging._free.qsize() == BUFFERS - staging._left
+
+
+def test_one_that_does_not_come_costs_itself_alone(staging: Staging) -> None:
+    """Of one in many blocks, no more are read than were begun."""
+    log: list[tuple[str, float]] = []
+    blocks = np.repeat(np.arange(400.0), 10).reshape(400, 10)
+    items = [Underway(numbered(1000), log), Underway(blocks, log, fails_at=100), Underway(numbered(2000), log)]
+    items += [Underway(numbered(3000), log, fails_at=0), Underway(numbered(4000), log)]
+    for pack in (False, True):
+        log.clear()
+        found, failed = all_of([opened(one) for one in items], pack)
+        assert {at: str(error) for at, error in failed.items()} == {1: "torn", 3: "torn"}
+        assert all(np.array_equal(found[at], numbered(name)) for at, name in ((0, 1000), (2, 2000), (4, 4000)))
+        of_it = [name for what, name in log if what == "begun" and name < 1000]
+        assert 100 <= max(of_it) <= 200
+
+
+@pytest.mark.parametrize("turn", [True, False])
+def test_who_has_not_its_turn_keeps_no_buffer_waiting(
+    staging: Staging, turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has one in hand, so it doesn't wait for its turn; who has that may wait for the buffer."""
+    log: list[tuple[str, float]] = []
+    monkeypatch.setattr(upload, "PATIENCE", 0.05)
+    items = [opened(StoredMatrix(numbered(0, 3), "F64")), *(opened(Underway(numbered(at, 12), log)) for at in range(5))]
+    with nullcontext() if turn else staging.turn:
+        all_of(items)
+    full = [log.index(("came", float(at))) for at in range(4)]
+    if turn:
+        assert min(full) > log.index(("begun", 4.0))
+    else:
+        assert max(full) < log.index(("begun", 4.0))
 
 
 def takes_all(items: Sequence[Open]) -> None:
@@ -670,7 +768,7 @@ def test_the_thread_uses_no_more_cores_than_the_one_it_reads_for(staging: Stagin
     seen: list[tuple[str, int]] = []
 
     class Noted(StoredMatrix):
-        def rows(self, start: int, stop: int, buffer: Any = None) -> torch.Tensor:
+        def rows(self, start: int, stop: int) -> torch.Tensor:
             seen.append((threading.current_thread().name, torch.get_num_threads()))
             return super().rows(start, stop)
 
