@@ -6,7 +6,7 @@ Held apart from `scan`, which opens the place and keeps the results.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ from shardesd.events import Event, MatrixStarted, Notice, RowDone, ShardDone, Sh
 from shardesd.keep import Keep, Recall
 from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, needs, not_counted, reason_of, sides
 from shardesd.options import ScanOptions, size_text
-from shardesd.records import NEEDS, MatrixRef, Row, Skip, TensorRef
+from shardesd.records import NEEDS, MatrixRef, Row, Skip, TensorRef, is_done
 from shardesd.solver import Solver, Solving, factors, settled
 from shardesd.source import Fetcher
 from shardesd.statistics import Statistics
@@ -41,7 +41,8 @@ class Pipeline:
     """Holds what all rows share: model_id, revision, is_adapter, source_model."""
     table: matrices.Table = matrices.BUILT_IN
     """Which tensors are fused or stacked, and how."""
-    done: Collection[str] = ()
+    done: Mapping[str, str | None] = field(default_factory=dict)
+    """Longname → tensor, where that is known, of the rows that are there already."""
     emit: Callable[[Event], None] = lambda event: None
     stop: threading.Event = field(default_factory=threading.Event)
     keep: Keep | None = None
@@ -50,13 +51,15 @@ class Pipeline:
     """Longname → row of each tensor that was left out, once it has been seen."""
     numels: dict[str, int] = field(default_factory=dict)
     """Tensor name → elements, of every header read so far."""
+    owners: dict[str, str] = field(default_factory=dict)
+    """Longname → tensor, of all matrices and skipped tensors seen so far."""
+    met: bool = False
+    """Whether names met that came late, so that longnames follow from the order in which they came."""
     statistics: Statistics = field(default_factory=Statistics)
     """Gathered where `options.stats` asks for them."""
     _context: matrices.Context = field(init=False)
     _ties: dict[str, str] = field(init=False)
     """`Checkpoint.ties` among the tensors that the globs leave."""
-    _owners: dict[str, str] = field(default_factory=dict)
-    """Longname → the tensor that holds it, of all seen so far."""
     _shared: dict[str, Any] = field(init=False)  # the template's values
     _recall: Recall = field(init=False)
     _fitting: ThreadPoolExecutor = field(init=False)
@@ -97,11 +100,6 @@ class Pipeline:
             return self._exact, True
         return max(self._exact, self._exact - self._estimated + matrices.estimate(names, self._context)), False
 
-    @property
-    def longnames(self) -> Collection[str]:
-        """Of all matrices and skipped tensors seen so far."""
-        return self._owners.keys()
-
     def _learn(self) -> None:
         known = self.checkpoint
         self._whole, self._plans = None, {}
@@ -113,7 +111,7 @@ class Pipeline:
 
     def params(self, longname: str, numel: int) -> int:
         """Elements of a weight, plus its bias where it has one and the matrix is the whole tensor; else `numel`."""
-        name = self._owners.get(longname)
+        name = self.owners.get(longname)
         weight = self.numels.get(name, 0) if name in (longname, f"{longname}.weight") else None
         return numel if weight is None else weight + self.numels.get(f"{longname}.bias", 0)
 
@@ -252,16 +250,17 @@ class Pipeline:
         """`item` under a longname that no other tensor has: where names that came late didn't let
         `matrices.Context.renamed` see to it."""
         longname, number = item.longname, 1
-        while self._owners.setdefault(longname, item.tensor.name) != item.tensor.name:
+        while self.owners.setdefault(longname, item.tensor.name) != item.tensor.name:
             number += 1
             longname = f"{item.longname}#{number}"
+        self.met |= number > 1
         return item if longname == item.longname else replace(item, longname=longname)
 
     def _planned(self, tensor: TensorRef, plan: _Plan, shard: Shard) -> Iterator[Task[Key, Solving]]:
         items = [self._owned(item) for item in plan]
         yield from self._counts(tensor, items, shard)
         for item in items:
-            if item.longname in self.done:
+            if is_done(item, self.done):
                 continue
             if isinstance(item, Skip) and item.status == "skipped":
                 self._skip(item)
@@ -280,7 +279,7 @@ class Pipeline:
             item.longname
             for item in items
             if isinstance(item, MatrixRef)
-            and item.longname not in self.done
+            and not is_done(item, self.done)
             and self._fits(item, shard)
             and not (self.options.delta and factors(item, shard))
         }

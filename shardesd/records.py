@@ -5,7 +5,7 @@ Shapes in names: ``W_MN`` is rows × columns, ``eigs_K`` the kept eigenvalues. S
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -310,6 +310,14 @@ ROW_COLUMNS: tuple[str, ...] = tuple(f.name for f in fields(Row))
 NEEDS, NO_MEMORY, NO_ANSWER, NO_DEVICE = "needs ", "no memory: ", "no answer in time: ", "device lost: "
 """How the reason of a failure begins that lies in the machine, or in the options that say how much of it may be
 used, and not in the matrix."""
+
+
+def is_done(item: MatrixRef | Skip, done: Mapping[str, str | None]) -> bool:
+    """Whether there is a row of it among `done` (longname → tensor, or None where that isn't known).
+
+    Another tensor's row may be called so: names can meet that are not all known from the beginning.
+    """
+    return item.longname in done and done[item.longname] in (None, item.tensor.name)
 
 
 def may_pass(row: Row) -> bool:

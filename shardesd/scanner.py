@@ -196,11 +196,11 @@ class _Scan:
             )
             counts = Counter[str]()
             for row in begun.rows:
-                if row.status == "skipped":
-                    self._skipped[row.longname] = row
-                else:
+                if row.status != "skipped":
                     counts[row.status] += 1
                     yield row
+                elif begun.state == "done":  # else they are seen again, and may be called otherwise
+                    self._skipped[row.longname] = row
             if begun.state == "done":
                 self._done_already(counts, begun.table)
                 return
@@ -212,7 +212,7 @@ class _Scan:
                 engine,
                 self._template,
                 table=self._table,
-                done={row.longname for row in begun.rows if row.status != "skipped"},
+                done={row.longname: begun.tensors.get(row.longname) for row in begun.rows if row.status != "skipped"},
                 emit=self._emit,
                 stop=self._stop,
                 skipped=self._skipped,
@@ -222,7 +222,7 @@ class _Scan:
             first = devices[0] if devices else cpu_device()
             with spectra.blas_threads(first.threads, on_cpu=first.name == "cpu"):
                 for analysed in pipeline.rows():
-                    self._store.append(analysed.row, analysed.eigs)
+                    self._store.append(analysed.row, analysed.eigs, pipeline.owners[analysed.row.longname])
                     counts[analysed.row.status] += 1
                     self._nbytes += analysed.nbytes
                     self._kept += analysed.kept
@@ -230,14 +230,16 @@ class _Scan:
                         self._note_routine(analysed.spectrum)
                     yield analysed.row
             if not self._stop.is_set():
-                self._say_what_met_nothing(pipeline.longnames)
+                self._say_what_met_nothing(pipeline.owners)
                 for row in self._skipped.values():
                     self._store.append(row, None)
                 self._files = self._store.finish(
                     order=matrices.natural_key,
                     stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
-                    provenance=self._provenance([device.name for device in devices]),
+                    provenance=self._provenance([device.name for device in devices])
+                    | ({"tensors": pipeline.owners} if pipeline.met else {}),
                     amend=lambda row: _with_params(row, pipeline.params(row.longname, row.params)),
+                    owners=pipeline.owners,
                 )
             self._emit(self._finished(counts, interrupted=self._stop.is_set()))
 

@@ -4,7 +4,7 @@ when a downloaded file goes again."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from shardesd.errors import NoRanges, NoSpace, SourceError
 from shardesd.events import Event, Fetching, Notice
 from shardesd.keep import Keep, Recall
 from shardesd.options import ScanOptions
-from shardesd.records import MatrixRef, ShardRef, Skip, TensorRef
+from shardesd.records import MatrixRef, ShardRef, Skip, TensorRef, is_done
 from shardesd.source import Claims, cache_folder
 
 MOST = 0.5
@@ -36,7 +36,7 @@ class Wanted:
     last: Callable[[str], bool]
     """Whether a tensor of this name is looked at only when all shards have been seen."""
     recall: Recall
-    done: Collection[str]
+    done: Mapping[str, str | None]
     emit: Callable[[Event], None]
     _peeked: dict[str, Shard] = field(default_factory=dict)
     _mine: dict[str, int] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Wanted:
         return [
             item
             for item in self.plan(tensor)
-            if isinstance(item, MatrixRef) and item.longname not in self.done and not self.recall.unread(item, shard)
+            if isinstance(item, MatrixRef) and not is_done(item, self.done) and not self.recall.unread(item, shard)
         ]
 
 
@@ -229,4 +229,4 @@ def wanted_beforehand(checkpoint: Checkpoint, options: ScanOptions, devices: Ite
 
     keep = Keep(options.cache_dir, options.max_cache) if options.cache else None
     recall = Recall(keep, options, devices)
-    return Wanted(checkpoint, options, plan, matrices.may_be_tied, recall, done=(), emit=lambda event: None)
+    return Wanted(checkpoint, options, plan, matrices.may_be_tied, recall, done={}, emit=lambda event: None)

@@ -43,12 +43,14 @@ class _Place:
 
 
 class Journal:
-    """An open journal. `rows` is what it holds, by longname; the λ stay on disk."""
+    """An open journal. `rows` is what it holds, by longname, and `tensors` the names of their tensors, as far as they
+    were told; the λ stay on disk."""
 
     def __init__(self, path: Path, handle: int) -> None:
         self.path = path
         self.fingerprint: dict[str, Any] = {}
         self.rows: dict[str, Row] = {}
+        self.tensors: dict[str, str] = {}
         self._places: dict[str, _Place] = {}
         self._handle = handle
         self._end = 0
@@ -90,13 +92,16 @@ class Journal:
                     journal.close()
         return journal if usable else None
 
-    def append(self, row: Row, eigs: np.ndarray | None) -> None:
-        """Adds a row and its λ; both survive the death of this process from the moment it returns.
+    def append(self, row: Row, eigs: np.ndarray | None, tensor: str | None = None) -> None:
+        """Adds a row, its λ and the name of the tensor that it is about, in place of another row with its longname; all
+        survive the death of this process from the moment it returns.
 
         Raises `NoSpace` or `ResultsError`; the journal is then as it was before.
         """
         values = row_values(row)
         content: dict[str, Any] = {"row": values}
+        if tensor is not None:
+            content["tensor"] = tensor
         if eigs is not None:
             content["eigs"] = base64.b64encode(np.ascontiguousarray(eigs, dtype="<f8").tobytes()).decode()
         line = _line(content)
@@ -107,7 +112,7 @@ class Journal:
             with named_errors(self.path):
                 os.fsync(self._handle)
             self._synced = now
-        self._remember(Row(**values), _Place(offset, len(line), None if eigs is None else eigs.size))
+        self._remember(Row(**values), tensor, _Place(offset, len(line), None if eigs is None else eigs.size))
 
     def lengths(self) -> dict[str, int]:
         """Longname → number of λ, for the rows that have a spectrum."""
@@ -147,8 +152,11 @@ class Journal:
                 raise
         self._end += len(line)
 
-    def _remember(self, row: Row, place: _Place) -> None:
+    def _remember(self, row: Row, tensor: str | None, place: _Place) -> None:
         self.rows[row.longname] = row
+        self.tensors.pop(row.longname, None)
+        if tensor is not None:
+            self.tensors[row.longname] = tensor
         self._places[row.longname] = place
 
     def _recover(self) -> bool:
@@ -168,7 +176,7 @@ class Journal:
                         content = None
                     else:
                         count = None if "eigs" not in content else _decoded(content["eigs"]).size
-                        self._remember(row, _Place(offset, len(line), count))
+                        self._remember(row, content.get("tensor"), _Place(offset, len(line), count))
                 offset += len(line)
                 if content is not None:
                     self._end = offset

@@ -36,7 +36,7 @@ class MemoryStore:
         """Always new: memory holds no earlier run."""
         return Begun("new")
 
-    def append(self, row: Row, eigs: np.ndarray | None) -> None:
+    def append(self, row: Row, eigs: np.ndarray | None, tensor: str | None = None) -> None:
         """Keeps a finished row and its λ."""
         if not row.longname.isascii():  # it may be one that no file can hold, and is named and sorted as on disk
             row = Row(**row_values(row))
@@ -55,6 +55,7 @@ class MemoryStore:
         amend: Amend = lambda row: row,
         *,
         stats: Iterable[StatsRow] | None = None,
+        owners: Mapping[str, str] | None = None,
     ) -> tuple[Path, ...]:
         """Sorts rows by ``order(longname)`` and passes them through `amend`; there are no files to name."""
         self._stats = None if stats is None else stats_frame(stats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from shardesd.results.result import Result, make_result, shown
 from shardesd.results.statistics import read_stats, stats_frame, stats_path, write_stats
 from shardesd.results.stored import StoredSpectra, all_rows, read_whole, write_spectra
 from shardesd.results.summary import read_summary, update_summary
-from shardesd.results.tables import row_values, table_bytes, to_rows
+from shardesd.results.tables import plain_value, row_values, table_bytes, to_rows
 
 Order = Callable[[str], Any]
 Amend = Callable[[Row], Row]
@@ -48,6 +48,8 @@ class Begun:
     table: Path | None = None
     """When done: the table that the rows were taken from; in another format than the one asked for, that one was made
     from it."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """When resumed: longname → tensor, as far as that is known."""
 
 
 class ModelStore:
@@ -119,12 +121,13 @@ class ModelStore:
             self.close()
         return begun
 
-    def append(self, row: Row, eigs: np.ndarray | None) -> None:
-        """Keeps a finished row and its λ; they survive a kill -9 from the moment this returns.
+    def append(self, row: Row, eigs: np.ndarray | None, tensor: str | None = None) -> None:
+        """Keeps a finished row and its λ; they survive a kill -9 from the moment this returns. `tensor` is the name of
+        the tensor that the row is about.
 
         Raises `NoSpace` or `ResultsError`; what was there before is unharmed.
         """
-        self._open_journal().append(row, eigs)
+        self._open_journal().append(row, eigs, tensor)
 
     def eigs(self, longname: str) -> np.ndarray | None:
         """The λ of a row that has been appended; None for one that has none."""
@@ -138,15 +141,18 @@ class ModelStore:
         amend: Amend = lambda row: row,
         *,
         stats: Iterable[StatsRow] | None = None,
+        owners: Mapping[str, str] | None = None,
     ) -> tuple[Path, ...]:
         """Writes spectra, table, statistics, provenance and the summary's row; gives their paths.
 
-        Rows are sorted by ``order(longname)`` and passed through `amend`. `provenance` is JSON for the run's file;
-        its ``commit`` and ``versions.shardesd`` also go into the spectra's metadata. λ pass from the journal to
-        the file one row at a time. When it raises (`NoSpace`, `ResultsError`), the rows are kept as before.
+        Rows are sorted by ``order(longname)`` and passed through `amend`. With `owners` (longname → tensor) those of
+        other longnames or tensors are left out: an interrupted run may not have known yet that names would meet.
+        `provenance` is JSON for the run's file; its ``commit`` and ``versions.shardesd`` also go into the spectra's
+        metadata. λ pass from the journal to the file one row at a time. When it raises (`NoSpace`, `ResultsError`), the
+        rows are kept as before.
         """
         journal = self._open_journal()
-        rows = arranged(journal.rows.values(), order, amend)
+        rows = arranged(_owned(journal, owners), order, amend)
         if self._provenance().get("fingerprint") != journal.fingerprint:
             # From here on the old provenance would describe files that are no longer its own.
             with named_errors(self.run_path):
@@ -231,7 +237,7 @@ class ModelStore:
             rows = to_rows(layers)
             if not any(map(may_pass, rows)):
                 return self._take_done(table, layers, run)
-            self._take_apart(rows, fingerprint)
+            self._take_apart(rows, run.get("tensors") or {}, fingerprint)
             return self._resumed()
         journal = Journal.open(self.journal_path)
         if journal is not None and journal.fingerprint == fingerprint:
@@ -249,9 +255,11 @@ class ModelStore:
         return None
 
     def _resumed(self) -> Begun:
-        return Begun("resumed", tuple(row for row in self._open_journal().rows.values() if not may_pass(row)))
+        journal = self._open_journal()
+        rows = tuple(row for row in journal.rows.values() if not may_pass(row))
+        return Begun("resumed", rows, tensors=dict(journal.tensors))
 
-    def _take_apart(self, rows: Iterable[Row], fingerprint: dict[str, Any]) -> None:
+    def _take_apart(self, rows: Iterable[Row], tensors: Mapping[str, str], fingerprint: dict[str, Any]) -> None:
         """Makes an unfinished scan of a finished one, whose files stay until it is finished again."""
         journal = Journal.open(self.journal_path)
         if journal is None or journal.fingerprint != fingerprint:
@@ -267,7 +275,7 @@ class ModelStore:
                     eigs = spectra.get(row.longname)
                 except ResultsError:  # they have been taken away, and are computed again
                     continue
-                journal.append(row, eigs)
+                journal.append(row, eigs, tensors.get(row.longname))
 
     def _take_done(self, table: Path, layers: pl.DataFrame, run: dict[str, Any]) -> Begun:
         rows = all_rows(layers, run)
@@ -327,6 +335,18 @@ class ModelStore:
         if self._journal is None:
             raise RuntimeError("begin() must come first, and find the model not done")
         return self._journal
+
+
+def _owned(journal: Journal, owners: Mapping[str, str] | None) -> Iterable[Row]:
+    if owners is None:
+        return journal.rows.values()
+    # As a file can hold them.
+    known = {plain_value(longname, str): tensor for longname, tensor in owners.items()}
+    return [
+        row
+        for longname, row in journal.rows.items()
+        if longname in known and journal.tensors.get(longname, known[longname]) == known[longname]
+    ]
 
 
 def arranged(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:

@@ -191,6 +191,24 @@ def test_resume(tmp_path: Path, row: Rows, eigs: Eigs, scan: Callable[..., Model
         assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_rows_that_no_tensor_has_are_left_out(tmp_path: Path, row: Rows, eigs: Eigs) -> None:
+    """What an interrupted run called them was another tensor's name, or nobody's, once all names were known."""
+    told = {"a": "a.weight", "b": "b", "c": "c.weight", "c#2": "c", "d": None, "gone": None}
+    with ModelStore(tmp_path, "org/name", None) as store:
+        store.begin(fingerprint(), overwrite=False)
+        for name, tensor in told.items():
+            store.append(row(name), eigs(name, 3), tensor)
+    with ModelStore(tmp_path, "org/name", None) as store:
+        begun = store.begin(fingerprint(), overwrite=False)
+        assert begun.tensors == {name: tensor for name, tensor in told.items() if tensor}
+        store.append(row("c"), eigs("c", 5), "c")
+        owners = {"a": "a.weight", "b": "b.weight", "c": "c", "d": "d.weight"}
+        store.finish(order=str, provenance={}, owners=owners)
+        result = store.result()
+    assert result.layers["longname"].to_list() == ["a", "c", "d"]
+    assert {name: len(found) for name, found in result.spectra.items()} == {"a": 3, "c": 5, "d": 3}
+
+
 def test_nothing_done_leaves_nothing(tmp_path: Path) -> None:
     with ModelStore(tmp_path, "org/name", None) as store:
         store.begin(fingerprint(), overwrite=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from quantised_files import random, store
 from safetensors.numpy import save_file
 
 import shardesd
+from shardesd import spectra
 from shardesd.errors import NoRanges, ShardChanged
 from shardesd.events import Fetching, MatrixStarted, Notice, RowDone
 
@@ -62,6 +64,70 @@ def same(result: shardesd.Result, folder: Path, **options: Any) -> bool:
         and all(np.array_equal(result.spectra[name], local.spectra[name]) for name in local.spectra)
         and result.skipped == local.skipped
     )
+
+
+@pytest.mark.parametrize("fetch", ["ranges", "shards"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
+@pytest.mark.parametrize("taken", range(5))
+def test_names_that_meet_across_shards_without_an_index(
+    hub: HubServer, tmp_path: Path, fetch: str, taken: int, order: tuple[int, ...]
+) -> None:
+    """Each matrix has one row, wherever the scan was interrupted: what it is called follows from what had come."""
+    rng = np.random.default_rng(0)
+    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
+    tensors = {names[at]: rng.standard_normal((9 + at, 30)).astype(np.float32) for at in order}
+    folder = sharded(tmp_path / "model", tensors, 4, index=False)
+    hub.add("org/name", folder)
+    stop = threading.Event()
+    seen: list[str] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, RowDone):
+            seen.append(event.row.longname)
+            if len(seen) == taken:
+                stop.set()
+
+    out = tmp_path / "results"
+    if taken:
+        shardesd.scan("org/name", out=out, fetch=fetch, cache=False, on_event=listen, stop=stop)
+    result = shardesd.scan("org/name", out=out, fetch=fetch, cache=False)
+    check_each_once(result, tensors)
+
+
+def check_each_once(result: shardesd.Result, tensors: Tensors) -> None:
+    """Their shapes tell which row is whose."""
+    rows = result.layers.to_dicts()
+    assert sorted(row["M"] for row in rows) == sorted(W.shape[0] for W in tensors.values())
+    for row in rows:
+        (W,) = (W for W in tensors.values() if W.shape[0] == row["M"])
+        expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+        np.testing.assert_allclose(result.spectra[row["longname"]], expected, rtol=1e-9)
+        assert row["spectral_norm"] == pytest.approx(expected[-1], rel=1e-12)
+
+
+def test_a_table_of_names_that_met_is_taken_up_again(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a row whose failure may pass; the headers that were not there when the names were given are by now."""
+    rng = np.random.default_rng(0)
+    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
+    tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
+    folder = sharded(tmp_path / "model", tensors, 4, index=False)
+    hub.add("org/name", folder)
+    compute = spectra.compute
+    with monkeypatch.context() as failing:
+
+        def fails(slices: Any, **how: Any) -> Any:
+            if slices[0].shape[0] == 12:
+                raise MemoryError
+            return compute(slices, **how)
+
+        failing.setattr(spectra, "compute", fails)
+        first = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False)
+        assert len(first.failed) == 1
+    result = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False)
+    assert not len(result.failed)
+    check_each_once(result, tensors)
 
 
 @pytest.mark.parametrize("redirect", [False, True], ids=["direct", "redirected"])
