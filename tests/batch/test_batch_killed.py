@@ -100,7 +100,7 @@ def test_kill_9_at_random_moments(listed: Path, whole: Path, tmp_path: Path) -> 
             wait_until(lambda p=process: holds_a_claim(out, p) or p.poll() is not None, 30)
         time.sleep(seed.random() * 0.4)
         if process.poll() is not None:
-            process.communicate()
+            finish(process)
             # All done before it could be killed: from here on, into one more half-done state.
             for name in seed.sample(sorted(p.name for p in (out / "models").glob("*.csv")), 6):
                 (out / "models" / name).unlink()
