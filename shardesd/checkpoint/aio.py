@@ -75,15 +75,18 @@ class Begun:
 
     def __init__(self, library: _Library, fd: int, target: np.ndarray, offset: int) -> None:
         starts_P = np.arange(0, len(target), PART_BYTES)
-        self._library, self._target = library, target
+        self._library, self.target = library, target
         self._parts_P = parts_P = np.zeros(len(starts_P), _REQUEST)
-        self._fds = library.copies(fd, len(starts_P))
-        """Of the same file, as many as are of use: requests of one are served one after the other."""
-        parts_P["fildes"] = np.resize(self._fds or [fd], len(starts_P))
         parts_P["buffer"] = target.ctypes.data + starts_P
         parts_P["nbytes"] = np.minimum(PART_BYTES, len(target) - starts_P)
         parts_P["offset"] = offset + starts_P
+        parts_P["fildes"] = fd
+        self._fds: list[int] = []
+        """Of the same file, as many as are of use: requests of one are served one after the other."""
         _under_way.add(self)
+        library.copy(fd, len(starts_P), self._fds)
+        if self._fds:
+            parts_P["fildes"] = np.resize(self._fds, len(starts_P))
         _ask(library.hand_over, _LIO_NOWAIT, parts_P)
 
     def unread(self) -> list[tuple[int, int]]:
@@ -93,14 +96,14 @@ class Begun:
             # A request for no bytes is served when those of its descriptor have been: one wait for all parts.
             fds_F = np.unique(parts_P["fildes"])
             last_F = np.zeros(len(fds_F), _REQUEST)
-            last_F["fildes"], last_F["buffer"] = fds_F, self._target.ctypes.data
+            last_F["fildes"], last_F["buffer"] = fds_F, self.target.ctypes.data
             with self._library.no_signals():
                 _ask(self._library.lio_listio, _LIO_WAIT, last_F)
             if (parts_P["error"] == errno.EINPROGRESS).any():  # there was no memory to ask
                 time.sleep(0.001)
             else:
+                self._library.close_all(self._fds)
                 _under_way.discard(self)
-                self._library.give(self._fds)
         ends_P = np.cumsum(parts_P["nbytes"])
         left_P = parts_P["returned"] != parts_P["nbytes"].astype(np.int64)
         return [(part * PART_BYTES, int(ends_P[part])) for part in np.flatnonzero(left_P).tolist()]
@@ -108,6 +111,21 @@ class Begun:
 
 _under_way: set[Begun] = set()
 """The library writes into their memory, whoever has let go of them."""
+
+
+def settle(target: np.ndarray) -> None:
+    """Waits until nothing more is read into `target`: after an error, whatever it was, before it is used again.
+
+    Where there isn't even the memory to wait it tries again.
+    """
+    while True:
+        try:
+            for begun in list(_under_way):
+                if np.may_share_memory(begun.target, target):
+                    begun.unread()
+            return
+        except MemoryError:
+            time.sleep(0.01)
 
 
 def _ask(lio_listio: Any, mode: int, requests_R: np.ndarray) -> None:
@@ -128,23 +146,20 @@ class _Library:
     pthread_sigmask: Any
     threads: int
 
-    def copies(self, fd: int, count: int) -> list[int]:
-        """Copies of a descriptor: one for each thread at most, as many as there may be, to be given back."""
-        allowed = _allowance.take(min(count, self.threads))
-        fds: list[int] = []
-        while len(fds) < allowed:
+    def copy(self, fd: int, count: int, fds: list[int]) -> None:
+        """Adds copies of a descriptor to `fds`: one for each thread at most, as many as there may be."""
+        while len(fds) < min(count, self.threads) and _allowance.take():
             copied = self.fcntl(fd, _F_DUPFD_CLOEXEC, 0)
             if copied < 0:  # the process has as many as it may
+                _allowance.give()
                 break
             fds.append(copied)
-        _allowance.give(allowed - len(fds))
-        return fds
 
-    def give(self, fds: Sequence[int]) -> None:
-        """Closes copies."""
-        for copied in fds:
-            self.close(copied)
-        _allowance.give(len(fds))
+    def close_all(self, fds: list[int]) -> None:
+        """Closes copies, and takes them from `fds`."""
+        while fds:
+            self.close(fds.pop())
+            _allowance.give()
 
     @contextmanager
     def no_signals(self) -> Iterator[None]:
@@ -164,16 +179,16 @@ class _Allowance:
         self._left = left
         self._lock = threading.Lock()
 
-    def take(self, count: int) -> int:
-        """As many of these as there are left, down to none."""
+    def take(self) -> bool:
+        """Whether there was one left."""
         with self._lock:
-            taken = min(count, self._left)
+            taken = self._left > 0
             self._left -= taken
             return taken
 
-    def give(self, count: int) -> None:
+    def give(self) -> None:
         with self._lock:
-            self._left += count
+            self._left += 1
 
 
 def _most_copies() -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from shardesd.checkpoint import aio
 from shardesd.checkpoint.elements import StoredMatrix, element_word
 from shardesd.checkpoint.interface import Shard
 from shardesd.records import Matrix, TensorRef
@@ -66,14 +67,18 @@ class ShardMatrix:
         """See `records.Matrix`."""
         reading = self._read(start, stop, buffer)
 
-        def rows() -> torch.Tensor:
-            with reading as raw:
-                rows = self._stored(raw).rows(0, stop - start)
-                # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
-                fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
-                return rows if fits else rows.clone()
+        def come() -> torch.Tensor:
+            try:
+                with reading as raw:
+                    rows = self._stored(raw).rows(0, stop - start)
+                    # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
+                    fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
+                    return rows if fits else rows.clone()
+            except BaseException:
+                aio.settle(buffer)  # there was no memory to enter the context, say
+                raise
 
-        return rows
+        return come
 
     def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         tensor = self._tensor

@@ -211,6 +211,7 @@ class _Reading:
                 done = reader._read_mapped(data, start, reader._copy) if reader._copy and len(data) else 0
                 reader._read_plain(data, start, done)
         except BaseException:
+            aio.settle(data)
             self._end()
             raise
 
@@ -219,6 +220,9 @@ class _Reading:
             for first, end in self._begun.unread() if self._begun else ():
                 self._reader._read_span(self._data, self._start, first, end)
             self._reader._check()
+        except BaseException:
+            aio.settle(self._data)
+            raise
         finally:
             self._end()
         return self._data

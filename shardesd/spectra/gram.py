@@ -65,12 +65,12 @@ def grams_cuda(
     What reading one, or working on it, raises goes to `on_error`, once at least. Small ones travel and are multiplied
     together: launching work for each by itself takes longer than the work.
     """
-    total: _Sum | None = None
+    sums: dict[int, _Sum] = {}  # of the one whose blocks are coming
     left = set(range(len(opened)))  # of which there is neither a Gram nor an error yet
     with closing(uploads(opened, grams.device, pack=True)) as sent:
         for one in sent:
             if isinstance(one, Failed):
-                total = None
+                sums.pop(one.at, None)
                 left.discard(one.at)
                 on_error(one.at, one.error)
                 continue
@@ -81,12 +81,13 @@ def grams_cuda(
                         _multiply(one, run, grams, tallies)
                         left.difference_update(member.at for member in run)
                     elif first.at in left:  # else an error has made the rest of its blocks useless
-                        total = total or _Sum(first.matrix, grams[first.at], tallies=tallies)
-                        if total.add(one.block()):
-                            total = None
+                        if first.at not in sums:
+                            sums[first.at] = _Sum(first.matrix, grams[first.at], tallies=tallies)
+                        if sums[first.at].add(one.block()):
+                            del sums[first.at]
                             left.discard(first.at)
                 except Exception as error:
-                    total = None
+                    sums.pop(first.at, None)
                     left.difference_update(member.at for member in run)
                     for member in run:
                         on_error(member.at, error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardesd.records import Matrix
@@ -90,6 +91,7 @@ class Pack:
         """The buffer, and what could not be put into it."""
         for places, memory, begun in self._begun:
             self._put(places, memory, begun)
+        self._members.sort(key=_number)  # some were put here before others came
         yield from self._others
         end = self._end if self._members else 0
         yield Loaded(self._buffer, end, self._buffer, self._members, packed=True)
@@ -122,6 +124,9 @@ class Pack:
                 self._others.append(Loaded(flat_bytes(rows), rows.nbytes, None, [member], packed=True))
         except Exception as error:  # whatever it is: no Gram may be taken for made that isn't
             self._others += [Failed(place.at, error) for place in places]
+
+
+_number = attrgetter("at")
 
 
 class _Place(NamedTuple):

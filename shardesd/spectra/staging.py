@@ -30,6 +30,9 @@ PATIENCE = 10.0
 LOOK = 0.1
 """Seconds between two looks at whether what is waited for is still wanted."""
 
+_MOMENT = 0.005
+"""Seconds in which what is being read comes, and another buffer is given back."""
+
 _MOST_VIEWS = 64
 
 
@@ -135,7 +138,23 @@ class Staging:
 
     def take(self, look: Callable[[], None] = lambda: None) -> Buffer:
         """One that may be read into; waits for it, calling `look`, which may raise, now and then."""
-        buffer = self._one(look)
+        return self._ready(self._one(look))
+
+    def spare(self) -> Buffer | None:
+        """One that may be read into, where there is one, can be made, or is given back in a moment."""
+        try:
+            return self._ready(self._free.get_nowait())
+        except Empty:
+            pass
+        with suppress(RuntimeError):  # no memory
+            if (made := self._make()) is not None:
+                return made
+        try:
+            return self._ready(self._free.get(timeout=_MOMENT))
+        except Empty:
+            return None
+
+    def _ready(self, buffer: Buffer) -> Buffer:
         try:
             buffer.wait()
         except BaseException:
@@ -150,23 +169,35 @@ class Staging:
             with suppress(Empty):
                 return self._free.get_nowait()
             late = time.monotonic() > until
-            with self._lock:
-                make = late or (failed is None and self._left > 0)
-                self._left -= make
-            if make:
+            if late or failed is None:
                 try:
-                    return self._new()
-                except BaseException as error:
-                    with self._lock:
-                        self._left += 1
-                    if late or not isinstance(error, RuntimeError):
+                    made = self._make(more=late)
+                except RuntimeError as error:
+                    if late:
                         raise
                     failed = bare(error)  # with no memory for one more, those that there are will do
+                else:
+                    if made is not None:
+                        return made
             if failed is not None and self._left >= BUFFERS:  # there are none, and none is being made
                 raise failed
             with suppress(Empty):
                 return self._free.get(timeout=LOOK)
             look()
+
+    def _make(self, *, more: bool = False) -> Buffer | None:
+        """A new one, where fewer than `BUFFERS` are there, or `more` may be."""
+        with self._lock:
+            make = more or self._left > 0
+            self._left -= make
+        if not make:
+            return None
+        try:
+            return self._new()
+        except BaseException:
+            with self._lock:
+                self._left += 1
+            raise
 
     def begin(self) -> None:
         """Makes a buffer before one is needed, where there is memory for it."""

@@ -209,11 +209,12 @@ class _Reading:
                         if not small:
                             yield from self._blocks(at, matrix)
                         else:
-                            pack = pack or Pack(self._buffer())
+                            pack = pack or Pack((yield from self._buffer()))
                             pack.add(at, matrix, size)
                 except Exception as error:
                     if self._stopped:  # nobody would be told
                         return
+                    yield from self._rest()  # of one before it
                     yield Failed(at, error)
             if pack is not None:
                 full, pack = pack, None
@@ -229,7 +230,7 @@ class _Reading:
         for start, stop in spans(M, N * matrix.itemsize, UPLOAD_BYTES):
             if at in self._failed:  # the rest of it is of no use
                 return
-            buffer = self._buffer()
+            buffer = yield from self._buffer()
             with self._back_if_raised(buffer):
                 begun = matrix.begin(start, stop, buffer.memory)
             come = partial(self._block, at, matrix, stop - start, buffer, begun)
@@ -244,7 +245,7 @@ class _Reading:
             # Wider than they are stored, since an adapter is merged into them, they go through several buffers.
             for first, last in spans(count, matrix.shape[1] * rows.element_size(), UPLOAD_BYTES):
                 if first:
-                    buffer = self._buffer()
+                    buffer = yield from self._buffer()
                 member = Member(at, matrix, 0, rows.dtype, last - first)
                 with self._back_if_raised(buffer):
                     part = rows if last - first == count else rows[first:last]
@@ -258,11 +259,15 @@ class _Reading:
         if self._stopped:
             raise _Stopped
 
-    def _buffer(self) -> Buffer:
+    def _buffer(self) -> Generator[Loaded | Failed, None, Buffer]:
+        """One to read into. Where none can be had at once, what was begun comes first: it may hold the only one."""
         self._allowed.get()
         self._look()
         try:
-            buffer = self._staging.take(self._look)
+            buffer = self._staging.spare() if self._begun is not None else None
+            if buffer is None:
+                yield from self._rest()
+                buffer = self._staging.take(self._look)
         except BaseException:
             self.more()
             raise

@@ -250,7 +250,7 @@ def test_what_is_let_go_of_is_kept_until_it_has_been_read(path: Path, content: b
             gc.collect()
             (begun,) = aio._under_way
             assert begun.unread() == []
-            assert begun._target.tobytes() == content
+            assert begun.target.tobytes() == content
         assert not aio._under_way
 
     aside(work)
@@ -280,6 +280,54 @@ def test_a_wait_that_can_not_be_asked_for_is_asked_again(
     monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=hand_over, lio_listio=wait))
     assert aside(lambda: read(path, 0, len(content))) == (content, [])
     assert next(waits, None) is None
+
+
+@pytest.mark.parametrize(
+    ("failing", "times"), [("minimum", 1), ("resize", 1), ("unique", 1), ("unique", 3), ("cumsum", 1)]
+)
+def test_without_memory_nothing_is_left_under_way(
+    path: Path, library: aio._Library, monkeypatch: pytest.MonkeyPatch, failing: str, times: int
+) -> None:
+    """What was being read into is read into no more when the error arrives, and what was taken is given back."""
+    handed: list[Any] = []
+    left = [times]
+    call = getattr(np, failing)
+
+    def fails(*given: Any, **how: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError
+        return call(*given, **how)
+
+    def late(mode: int, requests: int, count: int, event: None) -> int:
+        pointers = (ctypes.c_uint64 * count).from_address(requests)
+        for at in pointers:
+            ctypes.c_int.from_address(at + 112).value = errno.EINPROGRESS
+        handed.append((ctypes.c_uint64 * count)(*pointers))
+        return 0
+
+    def wait(mode: int, requests: int, count: int, event: None) -> int:
+        while handed:
+            pointers = handed.pop()
+            library.lio_listio(0, ctypes.addressof(pointers), len(pointers), None)
+        return int(library.lio_listio(mode, requests, count, event))
+
+    monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=late, lio_listio=wait))
+
+    def work() -> None:
+        before = descriptors(), aio._allowance._left
+        with Reader(path) as reader:
+            with monkeypatch.context() as short:
+                short.setattr(np, failing, fails)
+                with pytest.raises(MemoryError), reader.read(0, 90 * PART, np.zeros(90 * PART, np.uint8)):
+                    pass
+            assert not handed
+            assert not aio._under_way
+        assert reader.file.closed
+        assert (descriptors(), aio._allowance._left) == before
+        assert left == [0]
+
+    aside(work)
 
 
 @needs_library

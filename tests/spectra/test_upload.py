@@ -222,6 +222,62 @@ def test_a_refused_product_costs_those_that_were_multiplied_together(
     assert [right(*pair) for pair in zip(Ws, found, strict=True)] == [False] * 4 + [True] * 8
 
 
+@pytest.mark.parametrize("rows", [400, 9])
+def test_what_cannot_be_opened_costs_itself_alone(
+    tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    """Though the one before it is still being read; and a Gram holds what lay there before."""
+    tensors = {f"t{i}": RNG.standard_normal((rows, 5)) for i in range(5)}
+    empty = torch.empty
+
+    def used(*given: Any, **how: Any) -> torch.Tensor:
+        memory = empty(*given, **how)
+        return memory.copy_(3 * torch.eye(5, dtype=memory.dtype)) if memory.ndim == 3 else memory
+
+    @contextmanager
+    def fails() -> Iterator[Sequence[Matrix]]:
+        raise OSError("not this one")
+        yield []
+
+    monkeypatch.setattr(torch, "empty", used)
+    with files(tmp_path, tensors) as shard:
+        items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
+        items[1:1] = [fails]
+        items[4:4] = [fails]
+        found = spectra.compute_many(items, n=5, device="cpu")
+    assert [at for at, one in enumerate(found) if isinstance(one, OSError)] == [1, 4]
+    Ws = [tensors[tensor.name] for tensor in shard.tensors]
+    assert all(right(W, one) for W, one in zip(Ws, [found[at] for at in (0, 2, 3, 5, 6)], strict=True))
+
+
+def test_the_members_of_a_pack_come_in_order(tmp_path: Path, staging: Staging) -> None:
+    """Those in memory were put there at once; those in a file have come since."""
+    tensors = {f"t{i}": RNG.standard_normal((4, 4)) for i in range(6)}
+    with files(tmp_path, tensors) as shard:
+        items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
+        items[1], items[4] = (opened(StoredMatrix(np.eye(4), "F64")) for _ in range(2))
+        with closing(uploads(items, CPU, pack=True)) as all_sent:
+            (sent,) = [one for one in all_sent if isinstance(one, Sent)]
+            assert [list(run) for run in gram._alike(sent.members)] == [list(sent.members)]
+            assert [member.at for member in sent.members] == list(range(6))
+
+
+def test_blocks_that_meet_those_of_another_go_to_their_own(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order in which they come."""
+    Ws = [RNG.standard_normal((400, 5)) for _ in range(3)]
+
+    def mixed(*given: Any, **how: Any) -> Iterator[Sent | Failed]:
+        for number, one in enumerate(uploads(*given, **how)):
+            if number == 1:
+                yield Failed(1, OSError("not this one"))
+            yield one
+
+    monkeypatch.setattr(gram, "uploads", mixed)
+    found = spectra.compute_many([opened(StoredMatrix(W, "F64")) for W in Ws], n=5, device="cpu")
+    assert [right(*pair) for pair in zip(Ws, found, strict=True)] == [True, False, True]
+    assert str(found[1]) == "not this one"
+
+
 def test_what_cannot_be_put_into_its_place_is_not_taken_for_read(
     tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -585,7 +641,11 @@ def test_an_error_on_closing_is_not_hidden_where_no_thread_can_start(
     assert BUFFERS - staging._left == staging._free.qsize()
 
 
-def test_one_buffer_does_where_there_is_memory_for_no_more(staging: Staging, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [StoredMatrix, Waiting])
+def test_one_buffer_does_where_there_is_memory_for_no_more(
+    staging: Staging, kind: type[StoredMatrix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not kept for what has been begun, either."""
     made: list[int] = []
     new = Staging._new
 
@@ -596,8 +656,9 @@ def test_one_buffer_does_where_there_is_memory_for_no_more(staging: Staging, mon
         return new(self)
 
     monkeypatch.setattr(Staging, "_new", scarce)
+    monkeypatch.setattr(buffers, "PATIENCE", 1e6)  # after which more are made
     W = RNG.standard_normal((4000, 10))
-    found, failed = all_of([opened(StoredMatrix(W, "F64"))], pack=False)
+    found, failed = all_of([opened(kind(W, "F64"))], pack=False)
     assert not failed
     assert np.array_equal(found[0], W)
     assert len(made) > 2
@@ -682,6 +743,23 @@ def test_what_is_next_is_begun_before_the_last_has_come(staging: Staging, pack: 
         assert log.index(("begun", at + 1)) < log.index(("came", at))
     for at in range(6):
         assert log.index(("came", at)) < log.index(("begun", at + 2)), "two at once are enough"
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_all_comes_in_order(staging: Staging, pack: bool) -> None:
+    """What can't be opened, or needs no reading, doesn't come before what is still being read."""
+
+    @contextmanager
+    def fails() -> Iterator[Sequence[Matrix]]:
+        raise OSError("not this one")
+        yield []
+
+    items: list[Open] = [opened(Underway(numbered(at, 200), [])) for at in range(6)]
+    items[2], items[4] = fails, opened(StoredMatrix(numbered(4), "F64"))
+    with closing(uploads(items, CPU, pack=pack)) as sent:
+        order = [one.at if isinstance(one, Failed) else one.members[0].at for one in sent]
+    assert order == sorted(order)
+    assert set(order) == set(range(6))
 
 
 @pytest.mark.parametrize("pack", [True, False])
