@@ -53,8 +53,6 @@ class Pipeline:
     """Tensor name → elements, of every header read so far."""
     owners: dict[str, str] = field(default_factory=dict)
     """Longname → tensor, of all matrices and skipped tensors seen so far."""
-    met: bool = False
-    """Whether names met that came late, so that longnames follow from the order in which they came."""
     statistics: Statistics = field(default_factory=Statistics)
     """Gathered where `options.stats` asks for them."""
     _context: matrices.Context = field(init=False)
@@ -71,6 +69,7 @@ class Pipeline:
     _estimated: int = 0  # what the names of the shards opened so far had promised
     _whole: int | None = None  # matrices of all shards, once all headers are here
     _plans: dict[TensorRef, _Plan] = field(default_factory=dict)  # made to count those; not yet made tasks of
+    _met: bool = False  # whether names met that weren't all known
     _opened: int = 0
     _closed: bool = False
     _counted: set[str] = field(default_factory=set)
@@ -99,6 +98,10 @@ class Pipeline:
         if self._opened == len(self.checkpoint.shards):
             return self._exact, True
         return max(self._exact, self._exact - self._estimated + matrices.estimate(names, self._context)), False
+
+    def names_meet(self) -> bool:
+        """Whether tensors want one longname, so that what each is called depends on which names are known."""
+        return self._met or bool(self._context.renamed)
 
     def _learn(self) -> None:
         known = self.checkpoint
@@ -253,7 +256,7 @@ class Pipeline:
         while self.owners.setdefault(longname, item.tensor.name) != item.tensor.name:
             number += 1
             longname = f"{item.longname}#{number}"
-        self.met |= number > 1
+        self._met |= number > 1
         return item if longname == item.longname else replace(item, longname=longname)
 
     def _planned(self, tensor: TensorRef, plan: _Plan, shard: Shard) -> Iterator[Task[Key, Solving]]:

@@ -320,6 +320,12 @@ def is_done(item: MatrixRef | Skip, done: Mapping[str, str | None]) -> bool:
     return item.longname in done and done[item.longname] in (None, item.tensor.name)
 
 
+def is_owned(longname: str, tensors: Mapping[str, str], owners: Mapping[str, str]) -> bool:
+    """Whether a row called so, which `tensors` tells the tensor of where it is known, is of the tensor that `owners`
+    tells (both longname → tensor)."""
+    return longname in owners and tensors.get(longname, owners[longname]) == owners[longname]
+
+
 def may_pass(row: Row) -> bool:
     """Whether a failed row is worth another try: its reason is one that may be gone the next time."""
     return row.status == "failed" and row.reason.startswith((NEEDS, NO_MEMORY, NO_ANSWER, NO_DEVICE))

@@ -25,7 +25,7 @@ from shardesd.keep import Keep
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
-from shardesd.records import Row, Spectrum
+from shardesd.records import Row, Spectrum, is_owned
 from shardesd.results import MemoryStore, ModelStore, Result
 from shardesd.version import __version__
 
@@ -231,13 +231,20 @@ class _Scan:
                     yield analysed.row
             if not self._stop.is_set():
                 self._say_what_met_nothing(pipeline.owners)
+                gone = Counter(
+                    row.status
+                    for row in begun.rows
+                    if row.status != "skipped" and not is_owned(row.longname, begun.tensors, pipeline.owners)
+                )
+                counts -= gone
+                self._resumed -= gone.total()
                 for row in self._skipped.values():
                     self._store.append(row, None)
                 self._files = self._store.finish(
                     order=matrices.natural_key,
                     stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
                     provenance=self._provenance([device.name for device in devices])
-                    | ({"tensors": pipeline.owners} if pipeline.met else {}),
+                    | ({"tensors": pipeline.owners} if pipeline.names_meet() else {}),
                     amend=lambda row: _with_params(row, pipeline.params(row.longname, row.params)),
                     owners=pipeline.owners,
                 )

@@ -65,20 +65,24 @@ class ShardMatrix:
 
     def begin(self, start: int, stop: int, buffer: np.ndarray) -> Callable[[], torch.Tensor]:
         """See `records.Matrix`."""
-        reading = self._read(start, stop, buffer)
+        try:
+            reading = self._read(start, stop, buffer)
 
-        def come() -> torch.Tensor:
-            try:
-                with reading as raw:
-                    rows = self._stored(raw).rows(0, stop - start)
-                    # What didn't fit into the caller's buffer lies in one that is used again when this context ends.
-                    fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
-                    return rows if fits else rows.clone()
-            except BaseException:
-                aio.settle(buffer)  # there was no memory to enter the context, say
-                raise
+            def come() -> torch.Tensor:
+                try:
+                    with reading as raw:
+                        rows = self._stored(raw).rows(0, stop - start)
+                        # What didn't fit into the caller's buffer lies in one that is used again after this context.
+                        fits = len(buffer) >= (stop - start) * self._row_bytes and rows.data_ptr() == buffer.ctypes.data
+                        return rows if fits else rows.clone()
+                except BaseException:  # there was no memory to enter the context, say
+                    aio.settle(buffer)
+                    raise
 
-        return come
+            return come
+        except BaseException:
+            aio.settle(buffer)
+            raise
 
     def _read(self, start: int, stop: int, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         tensor = self._tensor

@@ -58,7 +58,7 @@ class Reader:
             self._stamp = self._stat()
         except OSError as error:
             raise unreadable(path, error) from error
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collector may end a reading while its thread has it
         self._reading = 0
         self._closed = False
         self._spare: np.ndarray | None = None
@@ -200,10 +200,12 @@ class _Reading:
 
     def __init__(self, reader: Reader, start: int, data: np.ndarray) -> None:
         self._reader, self._start, self._data = reader, start, data
+        self._open = False
         with reader._lock:
             if reader._closed:
                 raise ValueError(f"{reader.path} is closed")
             reader._reading += 1
+            self._open = True
         try:
             reader._check()
             self._begun = aio.begin(reader.file.fileno(), data, start) if reader._copy is None else None
@@ -229,8 +231,14 @@ class _Reading:
 
     def _end(self) -> None:
         with self._reader._lock:
-            self._reader._reading -= 1
+            self._reader._reading -= self._open
+            self._open = False
             self._reader._close_if_idle()
+
+    def __del__(self) -> None:
+        if self._open:  # there was no memory to enter it, or Ctrl-C came before
+            aio.settle(self._data)
+            self._end()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         pass

@@ -85,7 +85,8 @@ def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     ``failed``, where it would have given a matrix.
     """
     found = _plan(tensor, context)
-    instead = context.renamed.get(tensor.name)
+    known = context.renamed if context.names is not None else renamed([tensor.name])  # what no tensor is called
+    instead = known.get(tensor.name)
     if instead is None:
         return found
     own = parse_name(tensor.name).longname

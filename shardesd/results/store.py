@@ -15,7 +15,7 @@ import polars as pl
 
 from shardesd.errors import MadeOtherwise, ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row, StatsRow, may_pass
+from shardesd.records import Row, StatsRow, is_owned, may_pass
 from shardesd.results.files import (
     Lock,
     atomic,
@@ -153,10 +153,9 @@ class ModelStore:
         """
         journal = self._open_journal()
         rows = arranged(_owned(journal, owners), order, amend)
-        if self._provenance().get("fingerprint") != journal.fingerprint:
-            # From here on the old provenance would describe files that are no longer its own.
-            with named_errors(self.run_path):
-                self.run_path.unlink(missing_ok=True)
+        # From here on an old provenance would describe files that are no longer its own.
+        with named_errors(self.run_path):
+            self.run_path.unlink(missing_ok=True)
         known = journal.lengths()
         lengths = {
             row.longname: known[row.longname] for row in rows if row.longname in known and row.status != "skipped"
@@ -342,11 +341,7 @@ def _owned(journal: Journal, owners: Mapping[str, str] | None) -> Iterable[Row]:
         return journal.rows.values()
     # As a file can hold them.
     known = {plain_value(longname, str): tensor for longname, tensor in owners.items()}
-    return [
-        row
-        for longname, row in journal.rows.items()
-        if longname in known and journal.tensors.get(longname, known[longname]) == known[longname]
-    ]
+    return [row for longname, row in journal.rows.items() if is_owned(longname, journal.tensors, known)]
 
 
 def arranged(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from shardesd.errors import NoSpace, ResultsError
 from shardesd.options import FORMATS, ScanOptions
-from shardesd.records import Row
+from shardesd.records import NO_MEMORY, Row
 from shardesd.results import MemoryStore, ModelStore, read_table, to_rows
 from shardesd.results import store as store_module
 from shardesd.results.store import Begun
@@ -316,6 +316,41 @@ def test_death_between_the_steps_of_finish(
     for name in (THE_FILES[0], *THE_FILES[2:]):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
     assert whole.result().summary == store.result().summary
+
+
+@pytest.mark.parametrize("step", ["write_spectra", "_write_table", "write_stats", "_write_run"])
+def test_death_of_one_that_tries_failed_rows_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: Rows, eigs: Eigs, step: str
+) -> None:
+    """In another format: what the first one wrote is not taken for what it no longer is."""
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    names = ["layers.0.q", "layers.1.q"]
+    failed = row(names[1], status="failed", reason=f"{NO_MEMORY}: 3 GB", alpha=None)
+    with ModelStore(tmp_path, "org/name", None) as store:
+        store.begin(fingerprint(), overwrite=False)
+        store.append(row(names[0]), eigs(names[0]))
+        store.append(failed, None)
+        store.finish(natural, {**PROVENANCE, "tensors": {"layers.0.q": "another"}})
+    with ModelStore(tmp_path, "org/name", None, "parquet") as store, monkeypatch.context() as patch:
+        assert len(store.begin(fingerprint(), overwrite=False).rows) == 1
+        store.append(row(names[1]), eigs(names[1]))
+        patch.setattr(ModelStore if step.startswith("_") else store_module, step, die)
+        with pytest.raises(Killed):
+            store.finish(natural, PROVENANCE)
+    for format in ("parquet", "csv"):
+        with ModelStore(tmp_path, "org/name", None, format) as store:
+            begun = store.begin(fingerprint(), overwrite=False)
+            assert [one.status for one in begun.rows] == ["ok", "ok"]
+            if begun.state == "resumed":
+                store.finish(natural, PROVENANCE)
+            assert sorted(store.result().spectra) == names
+            assert "tensors" not in json.loads(store.run_path.read_text())
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])

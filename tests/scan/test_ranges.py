@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import threading
 import time
@@ -19,7 +21,7 @@ from safetensors.numpy import save_file
 import shardesd
 from shardesd import spectra
 from shardesd.errors import NoRanges, ShardChanged
-from shardesd.events import Fetching, MatrixStarted, Notice, RowDone
+from shardesd.events import Fetching, MatrixStarted, Notice, RowDone, ScanFinished
 
 SHARDS = "*.safetensors"
 
@@ -94,6 +96,40 @@ def test_names_that_meet_across_shards_without_an_index(
     check_each_once(result, tensors)
 
 
+def test_rows_that_are_another_tensors_are_not_counted(hub: HubServer, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
+    tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
+    hub.add("org/name", sharded(tmp_path / "model", tensors, 4, index=False))
+    stop = threading.Event()
+    seen: list[str] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, RowDone):
+            seen.append(event.row.longname)
+            if len(seen) == 2:
+                stop.set()
+
+    shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False, on_event=listen, stop=stop)
+    shardesd.scan("org/name", fetch="shards", cache=False)  # all headers are here from now on
+    events: list[Any] = []
+    result = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False, on_event=events.append)
+    check_each_once(result, tensors)
+    assert [event.analysed for event in events if isinstance(event, ScanFinished)] == [4]
+    assert json.loads((tmp_path / "out" / "runs" / "org--name.json").read_text())["rows_resumed"] == 0
+
+
+def test_no_tensor_is_called_what_the_spectra_file_keeps_for_itself(hub: HubServer, tmp_path: Path) -> None:
+    """Not even while only some names are known."""
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal((9, 30)).astype(np.float32) for name in ("__metadata__.weight", "h.0.fc")}
+    folder = sharded(tmp_path / "model", tensors, 2, index=False)
+    hub.add("org/name", folder)
+    result = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False)
+    assert sorted(result.spectra) == ["__metadata__.weight", "h.0.fc"]
+    assert same(result, folder)
+
+
 def check_each_once(result: shardesd.Result, tensors: Tensors) -> None:
     """Their shapes tell which row is whose."""
     rows = result.layers.to_dicts()
@@ -105,26 +141,33 @@ def check_each_once(result: shardesd.Result, tensors: Tensors) -> None:
         assert row["spectral_norm"] == pytest.approx(expected[-1], rel=1e-12)
 
 
+@pytest.mark.parametrize("failing", [9, 12])
+@pytest.mark.parametrize("known", [True, False])
 def test_a_table_of_names_that_met_is_taken_up_again(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool, failing: int
 ) -> None:
-    """With a row whose failure may pass; the headers that were not there when the names were given are by now."""
+    """With a row whose failure may pass; headers that were `known` when names were given are so no more, or the other
+    way round."""
     rng = np.random.default_rng(0)
     names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
     tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
     folder = sharded(tmp_path / "model", tensors, 4, index=False)
     hub.add("org/name", folder)
     compute = spectra.compute
-    with monkeypatch.context() as failing:
+    with monkeypatch.context() as short:
 
         def fails(slices: Any, **how: Any) -> Any:
-            if slices[0].shape[0] == 12:
+            if slices[0].shape[0] == failing:
                 raise MemoryError
             return compute(slices, **how)
 
-        failing.setattr(spectra, "compute", fails)
+        if known:
+            shardesd.scan("org/name", fetch="shards", cache=False)
+        short.setattr(spectra, "compute", fails)
         first = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False)
         assert len(first.failed) == 1
+    if known:
+        shutil.rmtree(tmp_path / "hub-cache")
     result = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False)
     assert not len(result.failed)
     check_each_once(result, tensors)
