@@ -317,13 +317,12 @@ def is_done(item: MatrixRef | Skip, done: Mapping[str, str | None]) -> bool:
 
     Another tensor's row may be called so: names can meet that are not all known from the beginning.
     """
-    return item.longname in done and done[item.longname] in (None, item.tensor.name)
+    return item.longname in done and is_of(done[item.longname], item.tensor.name)
 
 
-def is_owned(longname: str, tensors: Mapping[str, str], owners: Mapping[str, str]) -> bool:
-    """Whether a row called so, which `tensors` tells the tensor of where it is known, is of the tensor that `owners`
-    tells (both longname → tensor)."""
-    return longname in owners and tensors.get(longname, owners[longname]) == owners[longname]
+def is_of(noted: str | None, tensor: str | None) -> bool:
+    """Whether a row is of `tensor` (None: no tensor is called as the row is), as far as is `noted` (None: nothing)."""
+    return tensor is not None and noted in (None, tensor)
 
 
 def may_pass(row: Row) -> bool:

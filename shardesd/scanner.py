@@ -25,7 +25,7 @@ from shardesd.keep import Keep
 from shardesd.opening import What, open_what
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.pipeline import Pipeline
-from shardesd.records import Row, Spectrum, is_owned
+from shardesd.records import Row, Spectrum, is_of
 from shardesd.results import MemoryStore, ModelStore, Result
 from shardesd.version import __version__
 
@@ -206,13 +206,14 @@ class _Scan:
                 return
             self._resumed = counts.total()
             engine = self._engine or make_engine(options, devices, lambda text: self._emit(Notice(message=text)))
+            done = {row.longname: begun.tensors.get(row.longname) for row in begun.rows if row.status != "skipped"}
             pipeline = Pipeline(
                 self._checkpoint,
                 self._options,
                 engine,
                 self._template,
                 table=self._table,
-                done={row.longname: begun.tensors.get(row.longname) for row in begun.rows if row.status != "skipped"},
+                done=done,
                 emit=self._emit,
                 stop=self._stop,
                 skipped=self._skipped,
@@ -230,23 +231,21 @@ class _Scan:
                         self._note_routine(analysed.spectrum)
                     yield analysed.row
             if not self._stop.is_set():
-                self._say_what_met_nothing(pipeline.owners)
-                gone = Counter(
-                    row.status
-                    for row in begun.rows
-                    if row.status != "skipped" and not is_owned(row.longname, begun.tensors, pipeline.owners)
-                )
-                counts -= gone
-                self._resumed -= gone.total()
+                owners = pipeline.owners
+                self._say_what_met_nothing(owners)
+                earlier = [row for row in begun.rows if row.longname in done]
+                gone = [row.status for row in earlier if not is_of(done[row.longname], owners.get(row.longname))]
+                counts.subtract(gone)
+                self._resumed -= len(gone)
                 for row in self._skipped.values():
                     self._store.append(row, None)
                 self._files = self._store.finish(
                     order=matrices.natural_key,
                     stats=pipeline.statistics.rows(self._template, self._store.eigs) if self._options.stats else None,
                     provenance=self._provenance([device.name for device in devices])
-                    | ({"tensors": pipeline.owners} if pipeline.names_meet() else {}),
+                    | ({"tensors": owners} if pipeline.names_meet() else {}),
                     amend=lambda row: _with_params(row, pipeline.params(row.longname, row.params)),
-                    owners=pipeline.owners,
+                    owners=owners,
                 )
             self._emit(self._finished(counts, interrupted=self._stop.is_set()))
 

@@ -85,8 +85,8 @@ def plan(tensor: TensorRef, context: Context) -> list[MatrixRef | Skip]:
     ``failed``, where it would have given a matrix.
     """
     found = _plan(tensor, context)
-    known = context.renamed if context.names is not None else renamed([tensor.name])  # what no tensor is called
-    instead = known.get(tensor.name)
+    # While the other names aren't known, what no tensor may be called is.
+    instead = (context.renamed if context.names is not None else renamed([tensor.name])).get(tensor.name)
     if instead is None:
         return found
     own = parse_name(tensor.name).longname

@@ -15,7 +15,7 @@ import polars as pl
 
 from shardesd.errors import MadeOtherwise, ResultsError
 from shardesd.options import FORMATS
-from shardesd.records import Row, StatsRow, is_owned, may_pass
+from shardesd.records import Row, StatsRow, is_of, may_pass
 from shardesd.results.files import (
     Lock,
     atomic,
@@ -341,7 +341,7 @@ def _owned(journal: Journal, owners: Mapping[str, str] | None) -> Iterable[Row]:
         return journal.rows.values()
     # As a file can hold them.
     known = {plain_value(longname, str): tensor for longname, tensor in owners.items()}
-    return [row for longname, row in journal.rows.items() if is_owned(longname, journal.tensors, known)]
+    return [row for name, row in journal.rows.items() if is_of(journal.tensors.get(name), known.get(name))]
 
 
 def arranged(rows: Iterable[Row], order: Order, amend: Amend) -> list[Row]:
