@@ -109,6 +109,7 @@ class _Reading:
         """What has been read, then None."""
         self._held: set[Buffer] = set()
         self._begun: Come | None = None
+        self._packing: Pack | None = None
         self._failed: set[int] = set()
         self._stopped = self._has_turn = False
         for _ in range(_AHEAD):
@@ -157,19 +158,26 @@ class _Reading:
             self._in_turn(False)
             for _ in self._rest():  # or it would come into memory that is used for something else
                 pass
+            if self._packing is not None:
+                self._packing.wait()
 
     def _next(self, come: Come) -> Iterator[Loaded | Failed]:
         """What was begun before, once it has come; and what is `come`, now begun, where others may read too."""
-        before, self._begun = self._begun, come
-        if before is not None:
-            yield from before()
+        yield from self._rest(come)
         if not self._has_turn:  # they may wait for this buffer
             yield from self._rest()
 
-    def _rest(self) -> Iterator[Loaded | Failed]:
-        before, self._begun = self._begun, None
+    def _rest(self, then: Come | None = None) -> Iterator[Loaded | Failed]:
+        """What was begun, once it has come; `then` has been begun since."""
+        before, self._begun = self._begun, then
         if before is not None:
             yield from before()
+
+    def _packed(self) -> Iterator[Loaded | Failed]:
+        """As `_next`, of the pack, if there is one."""
+        pack, self._packing = self._packing, None
+        if pack is not None:
+            yield from self._next(pack.begun())
 
     def _in_turn(self, needed: bool, *, wait: bool = True) -> None:
         """Has this thread's turn come where it is needed, and gives it to another where it isn't any more.
@@ -193,37 +201,29 @@ class _Reading:
                     self._turn, until = self._staging.turn, time.monotonic() + PATIENCE
 
     def _items(self) -> Iterator[Loaded | Failed]:
-        pack: Pack | None = None
-        try:
-            for at, open_ in enumerate(self._opened):
-                try:
-                    with open_() as (matrix,):
-                        size = nbytes(matrix)
-                        small = self._pack and size <= PACKED_BYTES
-                        if pack is not None and not (small and pack.has_room(size)):
-                            full, pack = pack, None
-                            yield from self._next(full.begun())
-                        if not matrix.is_stretch:
-                            yield from self._rest()
-                        self._in_turn(matrix.is_stretch, wait=pack is None)
-                        if not small:
-                            yield from self._blocks(at, matrix)
-                        else:
-                            pack = pack or Pack((yield from self._buffer()))
-                            pack.add(at, matrix, size)
-                except Exception as error:
-                    if self._stopped:  # nobody would be told
-                        return
-                    yield from self._rest()  # of one before it
-                    yield Failed(at, error)
-            if pack is not None:
-                full, pack = pack, None
-                yield from self._next(full.begun())
-            self._in_turn(False)
-            yield from self._rest()
-        finally:
-            if pack is not None:
-                pack.wait()
+        for at, open_ in enumerate(self._opened):
+            try:
+                with open_() as (matrix,):
+                    size = nbytes(matrix)
+                    small = self._pack and size <= PACKED_BYTES
+                    if self._packing is not None and not (small and self._packing.has_room(size)):
+                        yield from self._packed()
+                    if not matrix.is_stretch:
+                        yield from self._rest()
+                    self._in_turn(matrix.is_stretch, wait=self._packing is None)
+                    if not small:
+                        yield from self._blocks(at, matrix)
+                    else:
+                        self._packing = self._packing or Pack((yield from self._buffer()))
+                        self._packing.add(at, matrix, size)
+            except Exception as error:
+                if self._stopped:  # nobody would be told
+                    return
+                yield from self._rest()  # of one before it
+                yield Failed(at, error)
+        yield from self._packed()
+        self._in_turn(False)
+        yield from self._rest()
 
     def _blocks(self, at: int, matrix: Matrix) -> Iterator[Loaded | Failed]:
         M, N = matrix.shape
