@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from shardesd.checkpoint import quantised
-from shardesd.checkpoint.elements import raw_dtype
+from shardesd.checkpoint.elements import as_elements
 from shardesd.checkpoint.gguf import read_gguf
 from shardesd.checkpoint.header import DTYPE_BITS, Header, read_header
 from shardesd.checkpoint.index import Index
@@ -346,7 +346,7 @@ def _read(
 @contextmanager
 def _elements(reading: AbstractContextManager[np.ndarray], tensor: TensorRef) -> Iterator[np.ndarray]:
     with reading as data:
-        yield data if DTYPE_BITS[tensor.dtype] % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+        yield as_elements(data, tensor)
 
 
 def _open(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from shardesd.records import Matrix
+from shardesd.checkpoint.header import DTYPE_BITS
+from shardesd.records import Matrix, TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,11 @@ def is_integer(dtype: str) -> bool:
 def raw_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy type that raw elements of this dtype word have: uint16 for BF16, uint8 (bytes) for F8, F6 and F4."""
     return np.dtype(_FLOATS.get(dtype) or _OTHERS.get(dtype) or np.uint8)
+
+
+def as_elements(data: np.ndarray, tensor: TensorRef) -> np.ndarray:
+    """A tensor's bytes as its raw elements, in its shape; F4 and F6, whose elements are no whole bytes, as they are."""
+    return data if DTYPE_BITS[tensor.dtype] % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
 
 
 def element_word(raw: np.ndarray, stored: str) -> str:

@@ -10,7 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from shardesd.checkpoint import quantised
-from shardesd.checkpoint.elements import raw_dtype
+from shardesd.checkpoint.elements import as_elements
 from shardesd.checkpoint.header import DTYPE_BITS, Header, parse_header
 from shardesd.records import ShardRef, TensorRef
 from shardesd.source import Ahead, Progress, Remote, memory
@@ -47,10 +47,9 @@ def read_remote(remote: Remote, tensor: TensorRef) -> Iterator[np.ndarray]:
 
 
 def _elements(data: np.ndarray, tensor: TensorRef) -> np.ndarray:
-    bits = DTYPE_BITS[tensor.dtype]
-    if tensor.numel * bits != tensor.nbytes * 8:
+    if tensor.numel * DTYPE_BITS[tensor.dtype] != tensor.nbytes * 8:
         raise ValueError(f"{tensor} is not a range of whole elements")
-    return data if bits % 8 else data.view(raw_dtype(tensor.dtype)).reshape(tensor.shape)
+    return as_elements(data, tensor)
 
 
 class RangedShard:
