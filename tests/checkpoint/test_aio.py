@@ -256,50 +256,11 @@ def test_what_is_let_go_of_is_kept_until_it_has_been_read(path: Path, content: b
     aside(work)
 
 
-def test_a_wait_that_can_not_be_asked_for_is_asked_again(
-    path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There is no memory for it, say: what has not come is not taken for read."""
-    handed: list[tuple[Any, ...]] = []
-    waits = iter([False, False, True])
+def reads_late(library: aio._Library, handed: list[Any] | None = None) -> aio._Library:
+    """What is `handed` over is begun when it is waited for."""
+    handed = [] if handed is None else handed
 
     def hand_over(mode: int, requests: int, count: int, event: None) -> int:
-        pointers = (ctypes.c_uint64 * count).from_address(requests)
-        for at in pointers:
-            ctypes.c_int.from_address(at + 112).value = errno.EINPROGRESS
-        handed.append((mode, (ctypes.c_uint64 * count)(*pointers), count))
-        return 0
-
-    def wait(mode: int, requests: int, count: int, event: None) -> int:
-        if not next(waits):
-            return -1
-        ((_, pointers, number),) = handed
-        library.lio_listio(0, ctypes.addressof(pointers), number, None)
-        return int(library.lio_listio(mode, requests, count, event))
-
-    monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=hand_over, lio_listio=wait))
-    assert aside(lambda: read(path, 0, len(content))) == (content, [])
-    assert next(waits, None) is None
-
-
-@pytest.mark.parametrize(
-    ("failing", "times"), [("minimum", 1), ("resize", 1), ("unique", 1), ("unique", 3), ("cumsum", 1)]
-)
-def test_without_memory_nothing_is_left_under_way(
-    path: Path, library: aio._Library, monkeypatch: pytest.MonkeyPatch, failing: str, times: int
-) -> None:
-    """What was being read into is read into no more when the error arrives, and what was taken is given back."""
-    handed: list[Any] = []
-    left = [times]
-    call = getattr(np, failing)
-
-    def fails(*given: Any, **how: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise MemoryError
-        return call(*given, **how)
-
-    def late(mode: int, requests: int, count: int, event: None) -> int:
         pointers = (ctypes.c_uint64 * count).from_address(requests)
         for at in pointers:
             ctypes.c_int.from_address(at + 112).value = errno.EINPROGRESS
@@ -312,7 +273,43 @@ def test_without_memory_nothing_is_left_under_way(
             library.lio_listio(0, ctypes.addressof(pointers), len(pointers), None)
         return int(library.lio_listio(mode, requests, count, event))
 
-    monkeypatch.setattr(aio, "_load", lambda: replace(library, hand_over=late, lio_listio=wait))
+    return replace(library, hand_over=hand_over, lio_listio=wait)
+
+
+def test_a_wait_that_can_not_be_asked_for_is_asked_again(
+    path: Path, content: bytes, library: aio._Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no memory for it, say: what has not come is not taken for read."""
+    waits = iter([False, False, True])
+    late = reads_late(library)
+
+    def wait(mode: int, requests: int, count: int, event: None) -> int:
+        return int(late.lio_listio(mode, requests, count, event)) if next(waits) else -1
+
+    monkeypatch.setattr(aio, "_load", lambda: replace(late, lio_listio=wait))
+    assert aside(lambda: read(path, 0, len(content))) == (content, [])
+    assert next(waits, None) is None
+
+
+@pytest.mark.parametrize(
+    ("failing", "times"), [("minimum", 1), ("resize", 1), ("unique", 1), ("unique", 3), ("cumsum", 1)]
+)
+def test_without_memory_nothing_is_left_under_way(
+    path: Path, library: aio._Library, monkeypatch: pytest.MonkeyPatch, failing: str, times: int
+) -> None:
+    """What was being read into is read into no more when the error arrives, and what was taken is given back."""
+    left = [times]
+    call = getattr(np, failing)
+
+    def fails(*given: Any, **how: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise MemoryError
+        return call(*given, **how)
+
+    handed: list[Any] = []
+    late = reads_late(library, handed)
+    monkeypatch.setattr(aio, "_load", lambda: late)
 
     def work() -> None:
         before = descriptors(), aio._allowance._left

@@ -331,7 +331,7 @@ def test_death_of_one_that_tries_failed_rows_again(
         raise Killed
 
     names = ["layers.0.q", "layers.1.q"]
-    failed = row(names[1], status="failed", reason=f"{NO_MEMORY}: 3 GB", alpha=None)
+    failed = row(names[1], status="failed", reason=f"{NO_MEMORY}3 GB", alpha=None)
     with ModelStore(tmp_path, "org/name", None) as store:
         store.begin(fingerprint(), overwrite=False)
         store.append(row(names[0]), eigs(names[0]))

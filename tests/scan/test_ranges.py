@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,27 @@ def same(result: shardesd.Result, folder: Path, **options: Any) -> bool:
     )
 
 
+def names_that_meet(order: Sequence[int] = range(4)) -> Tensors:
+    """In one of the orders of their files; the first two want the longnames of the last two."""
+    rng = np.random.default_rng(0)
+    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
+    return {names[at]: rng.standard_normal((9 + at, 30)).astype(np.float32) for at in order}
+
+
+def stopped_after(count: int, out: Path, fetch: str) -> None:
+    """A scan that is stopped once so many rows are done."""
+    stop = threading.Event()
+    seen: list[str] = []
+
+    def listen(event: object) -> None:
+        if isinstance(event, RowDone):
+            seen.append(event.row.longname)
+            if len(seen) == count:
+                stop.set()
+
+    shardesd.scan("org/name", out=out, fetch=fetch, cache=False, on_event=listen, stop=stop)
+
+
 @pytest.mark.parametrize("fetch", ["ranges", "shards"])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0)])
 @pytest.mark.parametrize("taken", range(5))
@@ -75,42 +96,20 @@ def test_names_that_meet_across_shards_without_an_index(
     hub: HubServer, tmp_path: Path, fetch: str, taken: int, order: tuple[int, ...]
 ) -> None:
     """Each matrix has one row, wherever the scan was interrupted: what it is called follows from what had come."""
-    rng = np.random.default_rng(0)
-    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
-    tensors = {names[at]: rng.standard_normal((9 + at, 30)).astype(np.float32) for at in order}
+    tensors = names_that_meet(order)
     folder = sharded(tmp_path / "model", tensors, 4, index=False)
     hub.add("org/name", folder)
-    stop = threading.Event()
-    seen: list[str] = []
-
-    def listen(event: object) -> None:
-        if isinstance(event, RowDone):
-            seen.append(event.row.longname)
-            if len(seen) == taken:
-                stop.set()
-
     out = tmp_path / "results"
     if taken:
-        shardesd.scan("org/name", out=out, fetch=fetch, cache=False, on_event=listen, stop=stop)
+        stopped_after(taken, out, fetch)
     result = shardesd.scan("org/name", out=out, fetch=fetch, cache=False)
     check_each_once(result, tensors)
 
 
 def test_rows_that_are_another_tensors_are_not_counted(hub: HubServer, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
-    tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
+    tensors = names_that_meet()
     hub.add("org/name", sharded(tmp_path / "model", tensors, 4, index=False))
-    stop = threading.Event()
-    seen: list[str] = []
-
-    def listen(event: object) -> None:
-        if isinstance(event, RowDone):
-            seen.append(event.row.longname)
-            if len(seen) == 2:
-                stop.set()
-
-    shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False, on_event=listen, stop=stop)
+    stopped_after(2, tmp_path / "out", "shards")
     shardesd.scan("org/name", fetch="shards", cache=False)  # all headers are here from now on
     events: list[Any] = []
     result = shardesd.scan("org/name", out=tmp_path / "out", fetch="shards", cache=False, on_event=events.append)
@@ -148,9 +147,7 @@ def test_a_table_of_names_that_met_is_taken_up_again(
 ) -> None:
     """With a row whose failure may pass; headers that were `known` when names were given are so no more, or the other
     way round."""
-    rng = np.random.default_rng(0)
-    names = ["h.0.fc.weight", "h.1.fc.weight", "h.0.fc", "h.1.fc"]
-    tensors = {name: rng.standard_normal((9 + at, 30)).astype(np.float32) for at, name in enumerate(names)}
+    tensors = names_that_meet()
     folder = sharded(tmp_path / "model", tensors, 4, index=False)
     hub.add("org/name", folder)
     compute = spectra.compute

@@ -51,6 +51,12 @@ def opened(matrix: Matrix, log: list[str] | None = None) -> Open:
     return run
 
 
+@contextmanager
+def unopenable() -> Iterator[Sequence[Matrix]]:
+    raise OSError("not this one")
+    yield []
+
+
 def numbers(sent: Sent) -> dict[int, np.ndarray]:
     """Of each member."""
     found = {}
@@ -234,16 +240,11 @@ def test_what_cannot_be_opened_costs_itself_alone(
         memory = empty(*given, **how)
         return memory.copy_(3 * torch.eye(5, dtype=memory.dtype)) if memory.ndim == 3 else memory
 
-    @contextmanager
-    def fails() -> Iterator[Sequence[Matrix]]:
-        raise OSError("not this one")
-        yield []
-
     monkeypatch.setattr(torch, "empty", used)
     with files(tmp_path, tensors) as shard:
         items = [opened(ShardMatrix(shard, tensor)) for tensor in shard.tensors]
-        items[1:1] = [fails]
-        items[4:4] = [fails]
+        items[1:1] = [unopenable]
+        items[4:4] = [unopenable]
         found = spectra.compute_many(items, n=5, device="cpu")
     assert [at for at, one in enumerate(found) if isinstance(one, OSError)] == [1, 4]
     Ws = [tensors[tensor.name] for tensor in shard.tensors]
@@ -749,13 +750,8 @@ def test_what_is_next_is_begun_before_the_last_has_come(staging: Staging, pack: 
 def test_all_comes_in_order(staging: Staging, pack: bool) -> None:
     """What can't be opened, or needs no reading, doesn't come before what is still being read."""
 
-    @contextmanager
-    def fails() -> Iterator[Sequence[Matrix]]:
-        raise OSError("not this one")
-        yield []
-
     items: list[Open] = [opened(Underway(numbered(at, 200), [])) for at in range(6)]
-    items[2], items[4] = fails, opened(StoredMatrix(numbered(4), "F64"))
+    items[2], items[4] = unopenable, opened(StoredMatrix(numbered(4), "F64"))
     with closing(uploads(items, CPU, pack=pack)) as sent:
         order = [one.at if isinstance(one, Failed) else one.members[0].at for one in sent]
     assert order == sorted(order)
