@@ -230,6 +230,10 @@ class _Run(Generic[K, T]):
     def _over(self) -> bool:
         return self._closed or self._stop.is_set()
 
+    @property
+    def _gpus(self) -> list[Place[K, T]]:
+        return [place for place in self._places if place.is_gpu]
+
     # The workers' threads
 
     def _staff(self, place: Place[K, T]) -> None:
@@ -299,8 +303,7 @@ class _Run(Generic[K, T]):
         place, group = worker.place, first.task.group
         for _ in range(_LOOKS):
             here, all_ = self._ready.count(group), len(self._ready)
-            enough = first.task.most * sum(p.is_gpu for p in self._places)
-            if here + 1 >= enough or self._all_here.wait(_GATHER / _LOOKS):
+            if self._ready.has_best(first.task, place, self._gpus) or self._all_here.wait(_GATHER / _LOOKS):
                 break
             if self._ready.count(group) == here and len(self._ready) > all_:
                 break  # what comes now is of other groups
@@ -313,12 +316,9 @@ class _Run(Generic[K, T]):
                     self._ready.add(ticket)
                 self._changed.notify_all()
                 return None
-            self._ready.gather(
-                worker,
-                [p for p in self._places if p.is_gpu],
-                worker.host_bytes + max(0, self._engine.budget - self._host_bytes()),
-                place.device.budget - place.device_bytes + worker.device_bytes,
-            )
+            host_bytes = worker.host_bytes + max(0, self._engine.budget - self._host_bytes())
+            device_bytes = worker.device_bytes + place.device.budget - place.device_bytes
+            self._ready.gather(worker, self._gpus, host_bytes, device_bytes)
             self._changed.notify_all()
             return list(worker.tickets)
 
@@ -326,8 +326,7 @@ class _Run(Generic[K, T]):
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
         if not place.free_slots or (self._ready.all_large and place.has_its_large):  # known without asking each
             return None
-        gathered = place.gathered
-        gpus = [p for p in self._places if p.is_gpu]
+        gathered, gpus = place.gathered, self._gpus
         choosy = place.is_gpu and place.large > 0
         left: dict[tuple[Hashable, int], bool] = {}
         only = place.fallback and bool(gpus)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from shardesd.engine.places import Place, Worker
-from shardesd.engine.work import Ticket
+from shardesd.engine.work import Task, Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -30,6 +30,10 @@ def share(left: int, most: int, here: int, others: Sequence[int]) -> int:
 
 def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
     return -ticket.task.cost, ticket.number
+
+
+def _shortest(ticket: Ticket[K, T]) -> tuple[float, int]:
+    return ticket.task.cost, ticket.number
 
 
 class Ready(Generic[K, T]):
@@ -87,30 +91,40 @@ class Ready(Generic[K, T]):
             passed.append(ticket)
         return None
 
+    def has_best(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> bool:
+        """Whether a GPU that has taken the first of a group would now take as many as are solved together at best."""
+        return self._share(first, here, gpus) == first.most
+
+    def _share(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> int:
+        others = [gpu.in_work(first.group) for gpu in gpus if gpu is not here]
+        return share(self._groups[first.group] + 1, first.most, here.in_work(first.group) - 1, others)
+
     def gather(self, worker: Worker[K, T], gpus: Sequence[Place[K, T]], host_bytes: float, device_bytes: float) -> None:
         """Gives a worker more tickets of its first one's group: its GPU's share of those that wait for `gpus`.
 
         They take no more than so much memory: on the host each, since one is read after the other, on the device
-        together.
+        together. The longest go first; but where several GPUs begin, and each has to wait for what is read for the
+        others too, each begins with the shortest, which are read soonest.
         """
-        (first,), here = [ticket.task for ticket in worker.tickets], worker.place
-        group = first.group
-        others = [gpu.in_work(group) for gpu in gpus if gpu is not here]
-        most = share(self._groups[group] + 1, first.most, here.in_work(group) - 1, others)
-        kept: list[Ticket[K, T]] = []
-        for at, ticket in enumerate(self._tickets):
+        first, here = worker.tickets[0].task, worker.place
+        most = self._share(first, here, gpus)
+        waiting = [ticket for ticket in self._tickets if ticket.task.group == first.group]
+        begins = len(gpus) > 1 and not here.done and here.working == [worker]
+        if begins:
+            waiting.sort(key=_shortest)
+        taken = set()
+        for ticket in waiting:
             if len(worker.tickets) >= most:
-                kept += self._tickets[at:]
                 break
             task = ticket.task
             if (
-                task.group == group
-                and not (ticket.alone or ticket.cpu_only)
+                not (ticket.alone or ticket.cpu_only)
                 and task.host_bytes <= host_bytes
                 and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
+                taken.add(ticket)
                 self._count(ticket, -1)
-            else:
-                kept.append(ticket)
-        self._tickets = kept
+        if begins:  # what lies together in a file is read together
+            worker.tickets.sort(key=_order)
+        self._tickets = [ticket for ticket in self._tickets if ticket not in taken]
