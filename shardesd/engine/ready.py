@@ -32,10 +32,6 @@ def _order(ticket: Ticket[K, T]) -> tuple[float, int]:
     return -ticket.task.cost, ticket.number
 
 
-def _shortest(ticket: Ticket[K, T]) -> tuple[float, int]:
-    return ticket.task.cost, ticket.number
-
-
 class Ready(Generic[K, T]):
     """Not thread-safe: the engine holds its lock."""
 
@@ -103,28 +99,24 @@ class Ready(Generic[K, T]):
         """Gives a worker more tickets of its first one's group: its GPU's share of those that wait for `gpus`.
 
         They take no more than so much memory: on the host each, since one is read after the other, on the device
-        together. The longest go first; but where several GPUs begin, and each has to wait for what is read for the
-        others too, each begins with the shortest, which are read soonest.
+        together.
         """
         first, here = worker.tickets[0].task, worker.place
         most = self._share(first, here, gpus)
-        waiting = [ticket for ticket in self._tickets if ticket.task.group == first.group]
-        begins = len(gpus) > 1 and not here.done and here.working == [worker]
-        if begins:
-            waiting.sort(key=_shortest)
-        taken = set()
-        for ticket in waiting:
+        kept: list[Ticket[K, T]] = []
+        for at, ticket in enumerate(self._tickets):
             if len(worker.tickets) >= most:
+                kept += self._tickets[at:]
                 break
             task = ticket.task
             if (
-                not (ticket.alone or ticket.cpu_only)
+                task.group == first.group
+                and not (ticket.alone or ticket.cpu_only)
                 and task.host_bytes <= host_bytes
                 and worker.device_bytes_with(task) <= device_bytes
             ):
                 worker.add(ticket)
-                taken.add(ticket)
                 self._count(ticket, -1)
-        if begins:  # what lies together in a file is read together
-            worker.tickets.sort(key=_order)
-        self._tickets = [ticket for ticket in self._tickets if ticket not in taken]
+            else:
+                kept.append(ticket)
+        self._tickets = kept

@@ -372,6 +372,27 @@ def test_a_group_does_not_wait_for_what_is_not_about_to_come() -> None:
     assert sorted(found) == [0, 1, 2]
 
 
+def test_a_gpu_does_not_wait_for_what_another_one_has_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_GATHER", 20.0)  # 1 s a look
+    sizes: list[int] = []
+    both = threading.Event()
+
+    def run_many(batch: Sequence[Task], device: str) -> list[Outcome]:
+        sizes.append(len(batch))
+        if len(sizes) == 2:
+            both.set()
+        assert both.wait(10), "the second one waited for more"
+        return together(batch, device)
+
+    def slowly() -> Iterator[Task]:
+        yield from (Task(key=i, run=fail, group="n", most=4) for i in range(8))
+        assert both.wait(10)
+
+    devices = Device("cuda:0", slots=1), Device("cuda:1", slots=1)
+    assert not any(outcome.error for outcome in Engine(devices, budget=100).map(slowly(), run_many=run_many))
+    assert sizes == [4, 4]
+
+
 def refuse(batch: Sequence[Task], device: str) -> list[Outcome]:
     raise AssertionError("solved together")
 
