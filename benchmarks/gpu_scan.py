@@ -5,8 +5,8 @@
     python benchmarks/gpu_scan.py devices                one GPU against two
 
 Seconds are wall-clock after imports and CUDA's start, though not the batched solver's, from a warm page cache
-(`--cold`: from the disk, as far as the machine lets go of what it holds); medians of `--repeat` runs. Host memory is
-the process's peak above that of the same process before the scan.
+(`--cold`: from the disk, as far as the machine lets go of what it holds); medians of `--repeat` processes, and
+of the `--later` scans that follow in each. Host memory is a process's peak above what it had before the first scan.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 HEAD = """
 import json, os, resource, sys, time
@@ -37,7 +38,7 @@ if sys.argv[3] == "cold":
 """
 TAIL = """
 torch.cuda.synchronize()
-print(json.dumps({"seconds": time.perf_counter() - started, "peak": peak() - before}))
+print(json.dumps({"seconds": [time.perf_counter() - started], "peak": peak() - before}))
 """
 SHARDESD = (
     HEAD
@@ -46,12 +47,15 @@ import gc
 import polars, shardesd, shardesd.scanner
 from shardesd import spectra
 gc.freeze()  # as the command does
-if sys.argv[4] == "again": shardesd.scan(folder, device=device, cache=False)
-before, started = peak(), time.perf_counter()
-result = shardesd.scan(folder, device=device, cache=False)
+before, seconds = peak(), []
+for number in range(1 + int(sys.argv[4])):
+    started = time.perf_counter()
+    result = shardesd.scan(folder, device=device, cache=False)
+    seconds.append(time.perf_counter() - started)
 missing = [reason for i in range(torch.cuda.device_count()) if (reason := spectra.missing_batched(i))]
+rows = {"rows": len(result.layers), "failed": len(result.failed), "missing": missing}
+print(json.dumps({"seconds": seconds, "peak": peak() - before} | rows))
 """
-    + TAIL.replace('"peak"', '"rows": len(result.layers), "failed": len(result.failed), "missing": missing, "peak"')
 )
 LEFT_OUT = "spectra.two_stage.unavailable_reason = lambda device: 'left out'"
 CUSOLVER = SHARDESD.replace("import spectra\n", f"import spectra\n{LEFT_OUT}\n")
@@ -101,37 +105,31 @@ for name, W in weights.items():
 )
 
 
-def run(code: str, folder: Path, device: str, cold: bool, again: bool) -> dict[str, object] | None:
-    words = [str(folder), device, "cold" if cold else "warm", "again" if again else "first"]
+def run(code: str, folder: Path, device: str, cold: bool, later: int) -> dict[str, Any] | None:
+    words = [str(folder), device, "cold" if cold else "warm", str(later)]
     done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         print("    failed:", done.stderr.strip().splitlines()[-1:], flush=True)
         return None
-    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
 def row(
-    name: str,
-    code: str,
-    folder: Path,
-    device: str,
-    repeat: int,
-    base: float,
-    *,
-    cold: bool = False,
-    again: bool = False,
+    name: str, code: str, folder: Path, device: str, repeat: int, base: float, *, cold: bool = False, later: int = 0
 ) -> float:
-    results = [result for _ in range(repeat) if (result := run(code, folder, device, cold, again))]
+    """A line of the table, one more for `later` scans of a process; gives what the next lines are compared with."""
+    results = [result for _ in range(repeat) if (result := run(code, folder, device, cold, later))]
     if not results:
         return base
-    seconds = statistics.median(float(str(result["seconds"])) for result in results)
-    peak = statistics.median(float(str(result["peak"])) for result in results)
+    peak = statistics.median(result["peak"] for result in results)
     more = {key: value for key, value in results[-1].items() if key not in ("seconds", "peak")}
-    print(
-        f"{name:<48}{seconds:>9.2f}{seconds / (base or seconds):>12.1f}{peak / 1e6:>10.0f}   {more or ''}", flush=True
-    )
-    return base or seconds
+    first = statistics.median(result["seconds"][0] for result in results)
+    print(f"{name:<48}{first:>9.3f}{first / (base or first):>12.1f}{peak / 1e6:>10.0f}   {more or ''}", flush=True)
+    if later:
+        seconds = statistics.median(each for result in results for each in result["seconds"][1:])
+        print(f"    {f'later ones of its process ({later})':<44}{seconds:>9.3f}", flush=True)
+    return base or first
 
 
 def main() -> None:
@@ -139,7 +137,8 @@ def main() -> None:
     parser.add_argument("kind", choices=["dense", "experts", "devices"])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=3, help="processes")
+    parser.add_argument("--later", type=int, default=8, help="scans more in each")
     parser.add_argument("--model", type=Path, help="a checkpoint that is there, instead of making one")
     parser.add_argument("--cold", action="store_true", help="only: read from the disk, and scanned from it")
     parser.add_argument("--quick", action="store_true", help="leave the common procedure out")
@@ -161,17 +160,13 @@ def main() -> None:
             row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, base, cold=True)
             return
         if given.kind == "devices":
-            for name, again in (("first", False), ("second", True)):
-                base = 0.0
-                for devices in ("cuda:0", "cuda:0,cuda:1"):
-                    title = f"{name} scan of a process, {devices}"
-                    base = row(title, SHARDESD, folder, devices, given.repeat, base, again=again)
+            base = 0.0
+            for devices in ("cuda:0", "cuda:0,cuda:1"):
+                base = row(devices, SHARDESD, folder, devices, given.repeat, base, later=given.later)
             return
-        base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0)
-        row("shardesd scan, its spectra kept", KEPT, folder, "cuda:0", given.repeat, base)
-        row("shardesd scan, cuSOLVER alone", CUSOLVER, folder, "cuda:0", given.repeat, base)
-        row("shardesd scan, second of a process", SHARDESD, folder, "cuda:0", given.repeat, base, again=True)
-        row("cuSOLVER alone, second of a process", CUSOLVER, folder, "cuda:0", given.repeat, base, again=True)
+        base = row("shardesd scan --device cuda:0", SHARDESD, folder, "cuda:0", given.repeat, 0.0, later=given.later)
+        row("the same, cuSOLVER alone", CUSOLVER, folder, "cuda:0", given.repeat, base, later=given.later)
+        row("its spectra kept", KEPT, folder, "cuda:0", given.repeat, base)
         row("read every file once", READ, folder, "", given.repeat, base)
         row("one at a time: read, float64 Gram, eigvalsh", SEQUENTIAL, folder, "", 1, base)
         if not given.quick:
