@@ -5,7 +5,7 @@
 Each tool watches a process of its own, which solves a batch of each size, float64 and float32, and compares λ with
 LAPACK's. synccheck ends a process at its first report, so it watches two: one for `chase`, one for all other kernels.
 Printed are the tool's summary, how far the process came, and of equal reports one and their number. What racecheck and
-synccheck say of `chase` is explained in docs/performance.md. Watched kernels take a hundred times as long and more:
+synccheck say of `chase` is explained in docs/tuning.md. Watched kernels take a hundred times as long and more:
 where one gives a wait up, as it must, the matrix is counted as such.
 """
 

@@ -15,6 +15,6 @@ else:
         """`dataclass`, with instances that Python itself would let change.
 
         To refuse that it sets each field in a roundabout way: a row takes 4.5 instead of 1.3 µs. A scan of thousands of
-        experts makes a dozen records for each, a tenth of what its threads do in Python (docs/performance.md).
+        experts makes a dozen records for each, a tenth of what its threads do in Python (docs/tuning.md).
         """
         return dataclass(eq=eq, unsafe_hash=frozen and eq, **how)

@@ -2,7 +2,7 @@
 
 That is POSIX AIO as glibc has it: one call, ``lio_listio``, hands it all parts, another one waits for them. Two cards
 are fed thirteen gigabytes a second in parts of two megabytes: with threads of Python's, each of which has to have the
-lock twice a part, that takes 1.8 instead of 1.1 s (docs/performance.md).
+lock twice a part, that takes 1.8 instead of 1.1 s (docs/tuning.md).
 """
 
 from __future__ import annotations

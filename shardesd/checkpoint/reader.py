@@ -4,7 +4,7 @@
 - ``mmap``: the range is mapped, the kernel copies it chunk by chunk into that same buffer, and each chunk's pages are
   given back at once. This process never touches a mapped page itself: when a file shrinks, a touched page beyond its
   new end kills the process (SIGBUS, which no Python code can catch), while a system call merely reports a fault.
-  Slower at every size (docs/performance.md), since each range's page tables are built and torn down.
+  Slower at every size (docs/tuning.md), since each range's page tables are built and torn down.
 
 So nobody who changes the file can reach an array that was handed out, and a file that changed is noticed before the
 array is: `ShardChanged`.

@@ -13,7 +13,7 @@ from shardesd.errors import OptionError
 
 GPU_SLOTS = 4
 """Threads that read, copy and compute for one GPU, each on a stream of its own: while some solve, others read. Of
-large matrices three groups are under way (`Task.large`, docs/performance.md)."""
+large matrices three groups are under way (`Task.large`, docs/tuning.md)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,7 @@ def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> N
 def _lower_blocks(start: int, size: int) -> list[tuple[int, int, int, int]]:
     """First row, first column, rows and columns of the blocks of a lower triangle, with little that lies above it.
 
-    cuBLAS has no `Dsyrk` of a batch, and one product for all takes a third longer (docs/performance.md).
+    cuBLAS has no `Dsyrk` of a batch, and one product for all takes a third longer (docs/tuning.md).
     """
     if size < _LEAST_SPLIT:
         return [(start, start, size, size)]

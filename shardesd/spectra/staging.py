@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 UPLOAD_BYTES = 1 << 26
 """Of stored elements, sent to a GPU at once. Each time costs some turns of the interpreter's lock, but pinned memory
-costs half a second a gigabyte once in a process (docs/performance.md)."""
+costs half a second a gigabyte once in a process (docs/tuning.md)."""
 
 BUFFERS = 4
 """Of a GPU, for all threads that feed it."""
