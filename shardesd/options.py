@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -134,6 +135,11 @@ class ScanOptions:
             set_("cache_dir", os.fspath(self.cache_dir))
         for name in ("include", "exclude"):
             set_(name, _globs(name, getattr(self, name)))
+
+    @property
+    def resolve(self) -> float:
+        """The least λ that must be told from zero; 0 where all λ are kept, whatever they are."""
+        return max(self.evals_thresh, sys.float_info.min) if self.filter_zeros else 0.0
 
     def numbers(self) -> dict[str, Any]:
         """The options that change a table's numbers or rows: what a finished result is compared by.

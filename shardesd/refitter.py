@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardesd import metrics
+from shardesd import metrics, spectra
 from shardesd.errors import MatrixError, ResultsError, ShardesdError
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.records import Row
@@ -62,7 +62,7 @@ def refit(out: str | os.PathLike[str], options: ScanOptions, *, processes: int |
 def _refit_one(folder: Path, name: str, changes: dict[str, Any]) -> tuple[Refitted, dict[str, Any] | None]:
     try:
         with StoredModel(folder, name) as model:
-            options = replace(ScanOptions(), **changes)
+            options = replace(ScanOptions(solver=model.solver), **changes)
             anew = _measured(model, options)
             rows = [anew.get(row.longname, row) for row in model.rows]  # failed and skipped ones have no λ
             return Refitted(name=name, rows=len(rows)), model.replace(rows, changes)
@@ -90,6 +90,7 @@ def _measured(model: StoredModel, options: ScanOptions) -> dict[str, Row]:
     for row in model.rows:
         eigs = model.eigs(row.longname)
         if eigs is not None:
+            _check_rounding(row, eigs, options)
             group = waiting.setdefault(len(eigs), [])
             group.append((row, eigs))
             if len(group) * len(eigs) >= _AT_ONCE:
@@ -97,6 +98,16 @@ def _measured(model: StoredModel, options: ScanOptions) -> dict[str, Row]:
     for group in waiting.values():
         measure(group)
     return found
+
+
+def _check_rounding(row: Row, eigs: np.ndarray, options: ScanOptions) -> None:
+    """Raises `ResultsError` where a scan with these options would not take a row's λ from a Gram, as this one did."""
+    precision: spectra.Precision = "float64" if row.precision == "float64" else "float32"
+    if row.solver == "gram" and spectra.drowned(eigs, options.solver, precision, options.resolve):
+        raise ResultsError(
+            f"{row.longname}: --evals-thresh {options.evals_thresh:g} would count rounding as λ, since these come from a"
+            " scan with a larger one; scan the model again with it"
+        )
 
 
 def _kept(folder: Path, found: tuple[Refitted, dict[str, Any] | None]) -> Refitted:

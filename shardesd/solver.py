@@ -248,8 +248,7 @@ class Solver:
 
     def _how(self) -> dict[str, Any]:
         options = self.options
-        resolve = options.evals_thresh if options.filter_zeros else 0.0
-        return {"solver": options.solver, "precision": options.precision, "resolve": resolve}
+        return {"solver": options.solver, "precision": options.precision, "resolve": options.resolve}
 
 
 def factors(item: MatrixRef, shard: Shard) -> tuple[np.ndarray, np.ndarray] | None:

@@ -42,7 +42,7 @@ ROOMS: dict[str, list[str]] = {
         "results",
     ],
     "inspector": ["opening", "wanted", "source", "checkpoint", "adapters", "spectra"],
-    "refitter": ["metrics", "results"],
+    "refitter": ["spectra", "metrics", "results"],
     "batch": [
         *("scanner", "opening", "wanted", "source", "checkpoint", "adapters", "spectra", "engine"),
         "results",

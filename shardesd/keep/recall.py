@@ -58,10 +58,8 @@ class Recall:
             return None
         options = self._options
         # Solved for another --evals-thresh, its small λ may be no more than rounding where this one needs them.
-        if found.solver == "gram":
-            resolve = (options.evals_thresh if options.filter_zeros else 0.0) / matrix.scale
-            if spectra.drowned(found.eigs / matrix.scale, options.solver, found.precision, resolve):
-                return None
+        if found.solver == "gram" and spectra.drowned(found.eigs, options.solver, found.precision, options.resolve):
+            return None
         return found
 
     def put(self, content: str, matrix: MatrixRef, spectrum: Spectrum) -> None:

@@ -60,6 +60,11 @@ class StoredModel:
     def __exit__(self, *_: object) -> None:
         self._release()
 
+    @property
+    def solver(self) -> str:
+        """The option that it was scanned with."""
+        return str(self._run["fingerprint"]["options"].get("solver", "auto"))
+
     def eigs(self, longname: str) -> np.ndarray | None:
         """The λ of a row, ascending; None where it has none."""
         return self._spectra.get(longname)

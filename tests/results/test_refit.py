@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 from checkpoints import cli, one_file, random_weights
@@ -74,6 +75,27 @@ def test_failed_rows_stay_and_a_broken_model_is_told(results: Path, tmp_path: Pa
     layers = pl.read_csv(results / "models" / "m9.csv")
     assert layers["status"].to_list().count("failed") == 1
     assert json.loads((results / "runs" / "m9.json").read_text())["options"]["fix_fingers"] == "DKS"
+
+
+@pytest.mark.parametrize("solver", ["auto", "gram", "svd"])
+@pytest.mark.parametrize("thresh", [1e-9, 1e-13, 0.0])
+def test_rounding_never_becomes_eigenvalues(tmp_path: Path, solver: str, thresh: float) -> None:
+    """A Gram's small λ are rounding: a scan takes an SVD where they would count, and `refit` has no weights for one."""
+    W = np.random.default_rng(0).standard_normal((60, 80), dtype=np.float32)
+    W[30:] = W[:30]
+    folder = one_file(tmp_path / "twice", {"twice.weight": W})
+    before = shardesd.scan(folder, out=tmp_path / "results", solver=solver)
+    (done,) = refit(tmp_path / "results", ScanOptions(evals_thresh=thresh), processes=1)
+    expected = shardesd.scan(folder, evals_thresh=thresh, solver=solver, cache=False).layers
+    table = pl.read_csv(tmp_path / "results" / "models" / "twice.csv", schema_overrides=expected.schema)
+    if solver == "auto" and thresh < 1e-9:
+        assert "twice: --evals-thresh" in done.problem
+        assert "scan the model again" in done.problem
+        assert before.layers["num_evals"].to_list() == [30]
+        assert table.select("num_evals", "alpha").equals(before.layers.select("num_evals", "alpha"))
+    else:
+        assert not done.problem
+        assert table.select("num_evals", "alpha").equals(expected.select("num_evals", "alpha"))
 
 
 def test_a_folder_without_models(tmp_path: Path) -> None:

@@ -56,6 +56,23 @@ def test_other_fit_options_solve_nothing(tmp_path: Path) -> None:
     assert scanned(folder, cache=False)[1:] == (6, 0)
 
 
+@pytest.mark.parametrize("thresh", [1e-30, 0.0])
+def test_what_is_kept_and_which_side_is_longer_change_no_number(tmp_path: Path, thresh: float) -> None:
+    """However small λ may be that count: those of a Gram, which are rounding, are never among them."""
+    rng = np.random.default_rng(0)
+    U, V = (np.linalg.qr(rng.standard_normal((40, 40)))[0] for _ in range(2))
+    full = U * np.logspace(0, -14, 40) @ V
+    folder = one_file(tmp_path / "model", {"full.weight": full, "turned.weight": full.T.copy()})
+    alone = shardesd.scan(folder, evals_thresh=thresh, cache=False)
+    assert alone.layers["solver"].to_list() == ["svd", "svd"]
+    assert alone.layers["num_evals"].to_list() == [40, 40]
+    np.testing.assert_allclose(*alone.layers["alpha"], rtol=1e-6)
+    shardesd.scan(folder)
+    result, solved, _ = scanned(folder, evals_thresh=thresh)
+    assert solved == 2
+    assert same(result, alone)
+
+
 def test_a_copy_and_a_half_changed_model(tmp_path: Path) -> None:
     tensors = random_weights(layers=4)
     original = shardesd.scan(one_file(tmp_path / "model", tensors))
