@@ -105,7 +105,7 @@ def _check_rounding(row: Row, eigs: np.ndarray, options: ScanOptions) -> None:
     precision: spectra.Precision = "float64" if row.precision == "float64" else "float32"
     if row.solver == "gram" and spectra.drowned(eigs, options.solver, precision, options.resolve):
         raise ResultsError(
-            f"{row.longname}: --evals-thresh {options.evals_thresh:g} would count rounding as λ, since these come from a"
+            f"{row.longname}: --evals-thresh {options.evals_thresh:g} would take rounding for λ, as these come from a"
             " scan with a larger one; scan the model again with it"
         )
 

@@ -285,7 +285,7 @@ class _Run(Generic[K, T]):
         place = worker.place
         with self._changed:
             while True:
-                if self._closed or place.retired or worker.abandoned:
+                if self._over() or place.retired or worker.abandoned:
                     return None
                 if (first := self._longest(place)) is not None:
                     break
@@ -311,7 +311,7 @@ class _Run(Generic[K, T]):
             worker.gathers = None
             if worker.abandoned:
                 return None
-            if self._closed or place.retired:  # meanwhile
+            if self._over() or place.retired:  # meanwhile
                 for ticket in worker.clear():
                     self._ready.add(ticket)
                 self._changed.notify_all()

@@ -88,8 +88,8 @@ class Ready(Generic[K, T]):
         return None
 
     def has_best(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> bool:
-        """Whether a GPU that has taken the first of a group would now take as many as are solved together at best."""
-        return self._share(first, here, gpus) == first.most
+        """Whether a GPU that has taken the first of a group would now get as many as are solved together at best."""
+        return self._groups[first.group] + 1 >= first.most == self._share(first, here, gpus)
 
     def _share(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> int:
         others = [gpu.in_work(first.group) for gpu in gpus if gpu is not here]

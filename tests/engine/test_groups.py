@@ -393,6 +393,20 @@ def test_a_gpu_does_not_wait_for_what_another_one_has_already(monkeypatch: pytes
     assert sizes == [4, 4]
 
 
+def test_a_few_are_no_whole_group_however_many_others_have() -> None:
+    busy, idle = Place(Device("cuda:0", slots=4)), Place(Device("cuda:1", slots=4))
+    busy.workers, idle.workers = [Worker(busy)], [Worker(idle)]
+    task: Task = Task(key=0, run=fail, group="n", most=16)
+    for number in range(64):
+        busy.workers[0].add(Ticket(task, number))
+    idle.workers[0].add(Ticket(task, 64))
+    ready: Ready = Ready()
+    for left in range(15):
+        assert not ready.has_best(task, idle, [busy, idle]), f"{left} others are there"
+        ready.add(Ticket(task, 65 + left))
+    assert ready.has_best(task, idle, [busy, idle])
+
+
 def refuse(batch: Sequence[Task], device: str) -> list[Outcome]:
     raise AssertionError("solved together")
 

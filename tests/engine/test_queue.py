@@ -126,6 +126,38 @@ def test_stop_finishes_what_is_in_flight_and_no_more() -> None:
     assert 1 <= len(seen) <= 6
 
 
+@pytest.mark.parametrize("device", [Device("cpu", slots=2), Device("cuda:0", slots=2)], ids=lambda device: device.name)
+def test_nothing_begins_after_stop_though_nobody_fetches(device: Device) -> None:
+    stop, begun = threading.Event(), list[float]()
+
+    def work(device: str) -> None:
+        begun.append(time.perf_counter())
+        time.sleep(0.01)
+
+    outcomes = Engine((device,), budget=1).map((task(i, work) for i in range(200)), stop=stop)
+    next(outcomes)
+    stop.set()
+    stopped = time.perf_counter()
+    time.sleep(0.3)
+    assert max(begun) < stopped + 0.05
+    assert len(list(outcomes)) + 1 == len(begun), "what was in flight has an outcome"
+
+
+def test_what_hung_is_not_begun_anew_after_stop() -> None:
+    stop, free, where = threading.Event(), threading.Event(), list[str]()
+
+    def hang(device: str) -> None:
+        where.append(device)
+        stop.set()
+        free.wait(10)
+
+    outcomes = Engine((Device("cuda:0"),), budget=1).map([task(0, hang, deadline=0.2)], stop=stop)
+    assert not list(outcomes)
+    free.set()
+    time.sleep(0.3)
+    assert where == ["cuda:0"]
+
+
 def test_stop_does_not_wait_for_a_feeder_that_hangs() -> None:
     stop, never = threading.Event(), threading.Event()
 
