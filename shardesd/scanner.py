@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
@@ -291,11 +291,18 @@ class _Scan:
             if _first_to_tell(device):
                 self._note(words)
 
-    def _say_what_met_nothing(self, longnames: Collection[str]) -> None:
+    def _say_what_met_nothing(self, owners: Mapping[str, str]) -> None:
+        """`owners`: longname → tensor."""
+        longnames = owners.keys()
+        tensors = {matrices.parse_name(tensor).longname for tensor in owners.values()}
+        alone = tensors and self._engine is None  # or the file may be for others of many models
+        for row in self._table.unmet(tensors, self._checkpoint.config) if alone else ():
+            models = f" in a model of type {' or '.join(row.models)}" if row.models else ""
+            self._note(f"--layout {self._options.layout}: names '{row.names}' matches no tensor{models}")
         for glob in self._options.include:
             if longnames and not any(fnmatchcase(longname, glob) for longname in longnames):
                 example = min(longnames, key=matrices.natural_key)
-                self._emit(Notice(message=f"--include '{glob}' matches no longname (such as {example})"))
+                self._note(f"--include '{glob}' matches no longname (such as {example})")
 
     def _done_already(self, counts: Counter[str], table: Path | None) -> None:
         self._files = self._store.result().files

@@ -43,8 +43,8 @@ VECTOR = "vector"
 UNKNOWN_LAYOUT = "unknown layout"
 """Three dimensions or more, and neither a convolution's kernel nor a known stack of experts."""
 ONE_ROW = "one row or column"
-DEPTHWISE = "depthwise conv"
-"""A kernel with one input channel per group: each of its slices is one column."""
+ONE_INPUT = "conv with one input channel per group"
+"""A depthwise one, or the first of a model for sound: each of its slices is one column."""
 ONE_OUTPUT = "conv with one output channel"
 """Each of its slices is one row."""
 ASPECT = "aspect ratio"
@@ -58,7 +58,7 @@ QUANTISED = "quantised codes are not analysed as weights"
 
 REASONS: tuple[str, ...] = (
     *(EMBEDDING, POSITION, NORM, BIAS, BUFFER, MASK, ELEMENTWISE, PARAMETRISED, SCALE, INTEGER, EMPTY, SCALAR, VECTOR),
-    *(UNKNOWN_LAYOUT, ONE_ROW, DEPTHWISE, ONE_OUTPUT, ASPECT, EXCLUDED, TIED, QUANTISED),
+    *(UNKNOWN_LAYOUT, ONE_ROW, ONE_INPUT, ONE_OUTPUT, ASPECT, EXCLUDED, TIED, QUANTISED),
 )
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -62,7 +62,9 @@ class Layout:
     heads: str = ""
     """Of a tensor that is not cut into parts, as `Part.heads`."""
     flatten: bool = False
-    """A convolution's kernel that steps by its own size: one matrix (cout, cin·kernel), as a linear layer would be."""
+    """A convolution's kernel that is one matrix (cout, cin·kernel), as a linear layer would be."""
+    conv: bool = False
+    """For a convolution's kernel, whose output channels are cut, at every kernel position."""
     note: str = ""
     """What a user should know of a tensor that is analysed whole."""
 
@@ -115,9 +117,10 @@ class Piece:
 class Table:
     """Rows, asked from the top; a user's come before the built-in ones."""
 
-    def __init__(self, rows: Iterable[Layout], *, numbers: bool = True) -> None:
-        """`numbers`: whether a row may ask for a certain layer or expert."""
+    def __init__(self, rows: Iterable[Layout], *, numbers: bool = True, own: int = 0) -> None:
+        """`numbers`: whether a row may ask for a certain layer or expert. The first `own` rows are a user's."""
         self.rows = tuple(rows)
+        self._own = self.rows[:own]
         self._numbers = numbers
         self._found = lru_cache(maxsize=1024)(self._find)
         self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
@@ -129,6 +132,14 @@ class Table:
     def named(self, longname: str, model_type: str) -> list[Layout]:
         """The rows for a tensor of this name in such a model, whatever its sizes."""
         return self._found(self.stem(longname), model_type)
+
+    def unmet(self, longnames: Iterable[str], config: Mapping[str, Any]) -> list[Layout]:
+        """The user's rows that name none of these tensors, or models of another type."""
+        left = list(self._own)
+        for longname in longnames if left else ():
+            met = self.named(longname, Values(longname, config).model_type)
+            left = [row for row in left if row not in met]
+        return left
 
     def _find(self, longname: str, model_type: str) -> list[Layout]:
         if model_type not in self._by_model:
@@ -147,29 +158,40 @@ def _is_among(model_type: str, globs: Collection[str]) -> bool:
 
 
 def find_layout(
-    longname: str, shape: tuple[int, int], config: Mapping[str, Any], table: Table, split: str = "auto"
+    longname: str,
+    shape: tuple[int, int],
+    config: Mapping[str, Any],
+    table: Table,
+    split: str = "auto",
+    *,
+    conv: bool = False,
+    stacked: bool = False,
 ) -> tuple[Layout, list[Piece]]:
-    """How a 2-D tensor, or one expert's, is cut: the row that says so, and a piece per matrix (one where it is whole).
+    """How a tensor is cut: the row that says so, and a piece per matrix (one where it is whole).
 
-    `split` is ``--split``. A fused tensor that no row fits comes whole, with a row that has the reason as its `note`.
+    `shape` is that of a 2-D tensor, of one expert of those that are `stacked`, or (cout, cin) of a convolution's kernel
+    (`conv`). `split` is ``--split``. A fused tensor that no row fits comes whole, with a row that has the reason as its
+    `note`.
     """
     part = role(longname)
     fused = part if part in ("qkv", "kv", "gate_up") else ""
     if split == "off":
         return Layout(names="", note=f"fused {fused} analysed whole (--split off)" if fused else ""), [_whole(shape)]
     if split == "thirds":
-        axis = _thirds_axis(shape) if fused == "qkv" else None
+        axis = _thirds_axis(shape) if fused == "qkv" and not conv else None
         if axis is not None:
             return THIRDS, _cut(THIRDS, shape, axis, _no_values)
         return Layout(names="", note=f"fused {fused} analysed whole (--split thirds)" if fused else ""), [_whole(shape)]
     values = Values(longname, config, {"rows": shape[0], "columns": shape[1]})
     why = ""
     for row in table.named(longname, values.model_type):
-        if row.flatten:
+        if row.flatten or row.conv != conv:
             continue
         try:
             if row.when and not _holds(row.when, values):
                 continue
+            if row.experts and not stacked:
+                raise Unknown(f"{shape[0]} rows don't make {row.experts} experts")
             return row, _cut(row, shape, int(row.transposed), values)
         except Unknown as unknown:
             why = why or f": {unknown}"

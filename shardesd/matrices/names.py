@@ -62,7 +62,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "qkv",
         (
-            r"qkv|qkv_proj|qkv_linear|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
+            r"qkv|qkv_proj|qkv_linear|qkv_fused|attn_qkv|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
@@ -76,7 +76,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"{ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
         ),
     ),
-    ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|input_linear|{MLP}\.Wi",)),
+    ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|weights_in|w12|w13|input_linear|{MLP}\.Wi",)),
     ("gate_proj", (r"gate_proj|w1|wi_0",)),
     (
         "up_proj",

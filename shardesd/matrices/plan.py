@@ -49,7 +49,7 @@ class Context:
     """Which tensors are fused or stacked, and how."""
     renamed: Mapping[str, str] = field(init=False)
     """See `matrices.unique`."""
-    _cuts: dict[tuple[str, tuple[int, ...]], tuple[Layout, list[Piece]]] = field(
+    _cuts: dict[tuple[str, tuple[int, ...], bool], tuple[Layout, list[Piece]]] = field(
         init=False, default_factory=dict, repr=False, compare=False
     )
     _experts: dict[tuple[str, tuple[int, ...]], int] = field(
@@ -60,13 +60,15 @@ class Context:
     def __post_init__(self) -> None:
         object.__setattr__(self, "renamed", renamed(self.names or ()))
 
-    def cut(self, stored_name: str, shape: tuple[int, ...]) -> tuple[Layout, list[Piece]]:
-        """The layout of a 2-D tensor, or of each of a stack, and its pieces."""
-        key = self.table.stem(stored_name), shape
+    def cut(self, stored_name: str, shape: tuple[int, ...], *, stacked: bool = False) -> tuple[Layout, list[Piece]]:
+        """The layout of a tensor, or of each of a stack, and its pieces; of a convolution's kernel, its channels'."""
+        key = self.table.stem(stored_name), shape, stacked
         found = self._cuts.get(key)
         if found is None:
-            sides = shape[0], shape[1]
-            found = self._cuts[key] = find_layout(key[0], sides, self.config, self.table, self.options.split)
+            sides, conv = (shape[0], shape[1]), len(shape) > 2
+            found = self._cuts[key] = find_layout(
+                key[0], sides, self.config, self.table, self.options.split, conv=conv, stacked=stacked
+            )
         return found
 
     def experts(self, longname: str, shape: tuple[int, ...]) -> int:
@@ -187,7 +189,7 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
             name = name._replace(block_type="other")
         yield from _linear(tensor, name, name.longname, context.cut(name.longname, shape), context)
     elif eligible.is_conv(tensor, context.hints.get(tensor.name)):
-        yield _conv(tensor, name._replace(block_type="conv"), context)
+        yield from _conv(tensor, name._replace(block_type="conv"), context)
     else:
         yield _skip(name, tensor, eligible.UNKNOWN_LAYOUT)
 
@@ -206,7 +208,7 @@ def _stack(tensor: TensorRef, name: Name, context: Context) -> TensorRef | None:
 def _experts(stack: TensorRef, name: Name, context: Context, which: range) -> Iterator[MatrixRef | Skip]:
     shape = stack.shape[1:]
     size = stack.nbytes // stack.shape[0]
-    cut = context.cut(name.longname, shape)
+    cut = context.cut(name.longname, shape, stacked=True)
     for i in which:
         start = stack.start + i * size
         expert = stack.part(shape, start, start + size)
@@ -268,13 +270,12 @@ def _heads(
         yield _checked(one, context, is_head=True)
 
 
-def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
+def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
     M, N = tensor.shape[:2]
+    kernel = tensor.shape[2:]
     if eligible.is_excluded(name.longname, context.options):
-        return _skip(name, tensor, eligible.EXCLUDED)
-    if min(M, N) == 1:
-        return _skip(name, tensor, eligible.DEPTHWISE if N == 1 else eligible.ONE_OUTPUT)
-    if context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
+        yield _skip(name, tensor, eligible.EXCLUDED)
+    elif context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
         N = prod(tensor.shape[1:])
         flat = MatrixRef(
             longname=name.longname,
@@ -285,17 +286,27 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
             layer_index=name.layer_index,
             fold=(M, N),
         )
-        return _checked(flat, context)
-    return MatrixRef(
-        longname=name.longname,
-        tensor=tensor,
-        M=M,
-        N=N,
-        block_type=name.block_type,
-        layer_index=name.layer_index,
-        slices=prod(tensor.shape[2:]),
-        scale=CONV_SCALE,
-    )
+        yield _checked(flat, context)
+    elif min(M, N) == 1:
+        yield _skip(name, tensor, eligible.ONE_INPUT if N == 1 else eligible.ONE_OUTPUT)
+    else:
+        row, pieces = context.cut(name.longname, tensor.shape)
+        for piece in pieces:
+            M, N = piece.sides
+            yield MatrixRef(
+                longname=name.longname + piece.suffix,
+                tensor=tensor,
+                M=M,
+                N=N,
+                block_type=name.block_type,
+                layer_index=name.layer_index,
+                fold=(*piece.fold, *kernel) if piece.suffix else None,
+                pick=piece.pick if piece.suffix else None,
+                slices=prod(kernel),
+                scale=CONV_SCALE,
+                whole=not piece.suffix,
+                note=row.note,
+            )
 
 
 def _checked(matrix: MatrixRef, context: Context, *, is_head: bool = False) -> MatrixRef | Skip:

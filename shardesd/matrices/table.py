@@ -46,6 +46,12 @@ PATCHED = QWEN_LIKE_VISION + _models(
 """Models that cut an image into patches which don't overlap: the kernel steps by its own size."""
 
 
+GLU_CONV = _models("wav2vec2* data2vec-audio hubert wavlm seamless_m4t* parakeet* nemotron_asr* lasr* fastspeech2*")
+"""A gated linear unit follows some of their convolutions: the first half of the channels, times σ of the second."""
+SOUND = _models("wav2vec2* hubert wavlm unispeech* data2vec-audio sew* speecht5*")
+"""Models whose first convolution takes windows of the sound itself."""
+
+
 def parts(*words: str, **heads: str) -> tuple[Part, ...]:
     """Parts from ``"q: heads * head_dim"`` or, with an equal share, ``"k"``; `heads` are `Part.heads` by suffix."""
     found = []
@@ -59,6 +65,7 @@ def parts(*words: str, **heads: str) -> tuple[Part, ...]:
 QKV = parts("q", "k", "v")
 Q_THEN_KV = parts("q: heads * head_dim", "k", "v")
 GATE_UP = parts("gate", "up")
+UP_GATE = parts("up", "gate")
 ALL_ONE_KEY = parts("q", "k: head_dim", "v: head_dim", k="1", v="1")
 OWN_HEADS = parts("q", "k", "v", k="heads", v="heads")
 BY_GROUP = parts("q", "k: head_dim", "v: head_dim")
@@ -144,6 +151,7 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     ),
     # Keys, then values.
     Layout(names="to_kv", models=("granite_speech*", "evolla*"), parts=parts("k", "v")),
+    Layout(names="kv_proj", models=("jetmoe",), parts=parts("k", "v")),
     Layout(
         names="q_proj",
         models=GATED_Q,
@@ -207,7 +215,7 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
 )
 
 MLP: tuple[Layout, ...] = (
-    Layout(names=r"mlp\.gate_up_proj", models=("phi4_multimodal_audio",), parts=parts("up", "gate")),
+    Layout(names=r"mlp\.gate_up_proj", models=("phi4_multimodal_audio",), parts=UP_GATE),
     Layout(
         names="gate_up_proj",
         models=("phi3*", "phi4*", "glm*", "dia*", "minimax_m3_vl*", "dots3_note*", "zamba2", "esmc", "esmfold2"),
@@ -217,8 +225,21 @@ MLP: tuple[Layout, ...] = (
     Layout(names="dense_h_to_4h", models=("chatglm",), parts=GATE_UP),
     Layout(names="shared_mlp.input_linear", models=("granitemoe*",), parts=GATE_UP),
     Layout(names="input_linear", models=("granite_speech*",)),
-    Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=parts("up", "gate")),
+    Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=UP_GATE),
+    Layout(names=r"mlp\.weights_in", models=("dinov2*",), parts=GATE_UP),
+    Layout(names=r"multi_modal_projector\.linear_1", models=("aya_vision", "cohere2_vision"), parts=UP_GATE),
+    Layout(names=r"lconv1d\.linear_start(?:\.linear)?", models=("gemma3n*", "gemma4*"), parts=UP_GATE),
+    Layout(names=r"mlp\.fc1\.proj", models=("clvp*",), parts=UP_GATE),
+    # Convolutions with a gated linear unit.
+    Layout(names=r"pointwise_conv1", models=GLU_CONV, conv=True, parts=UP_GATE),
+    Layout(names=r"adapter\.layers\.\d+\.conv", models=GLU_CONV, conv=True, parts=UP_GATE),
+    Layout(names=r"adapter\.layers\.\d+\.(?:residual|self_attn)_conv", models=GLU_CONV, conv=True, parts=UP_GATE),
+    Layout(names=r"conv\.up_conv", models=("granite_speech*",), conv=True, parts=UP_GATE),
+    Layout(names=r"conv\.conv_layers\.\d+", models=("speech_to_text",), conv=True, parts=UP_GATE),
+    Layout(names=r"glu\.ext_pw_conv_1d", models=("phi4_multimodal*",), conv=True, parts=UP_GATE),
 )
+
+RECURRENT = (Layout(names=r"weight_[ih]h_l\d+(?:_reverse)?", note="gates of a recurrent layer analysed together"),)
 
 EXPERTS: tuple[Layout, ...] = (
     # Inputs × outputs in each expert. gpt-oss has gate and up in turns.
@@ -236,6 +257,7 @@ EXPERTS: tuple[Layout, ...] = (
     Layout(names=r"experts\.gate_up_proj", models=STACKED_GATE_UP, parts=GATE_UP),
     Layout(names=r"block_sparse_moe\.input_linear", models=("granitemoe*",), parts=GATE_UP),
     Layout(names=r"(?:mlp|moe)\.input_linear", models=("jetmoe",), parts=GATE_UP),
+    Layout(names=r"self_attention\.experts\.input_linear", models=("jetmoe",)),  # of queries
     Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", models=("dbrx",), experts="experts"),
     Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", note="stacked experts analysed whole"),
 )
@@ -247,11 +269,17 @@ PATCHES: tuple[Layout, ...] = (
         when="kernel == patch_size",
         flatten=True,
     ),
+    Layout(
+        names=r"feature_(?:extractor|encoder)\.conv_layers\.0\.conv", models=SOUND, when="channels == 1", flatten=True
+    ),
 )
 
-BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *EXPERTS, *PATCHES), numbers=False)
+BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *RECURRENT, *EXPERTS, *PATCHES), numbers=False)
 
 
 def user_table(path: str) -> Table:
     """The built-in rows, after those of a user's file where `path` names one. Raises `OptionError`."""
-    return Table((*read_layouts(path), *BUILT_IN.rows)) if path else BUILT_IN
+    if not path:
+        return BUILT_IN
+    own = read_layouts(path)
+    return Table((*own, *BUILT_IN.rows), own=len(own))

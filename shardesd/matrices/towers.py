@@ -1,7 +1,7 @@
 """Which part of config.json tells of a tensor, and what its sizes are called there.
 
 A model of several towers (text, vision, audio …) has a config within its config for each. A tensor's name says which
-tower it is in; a tensor that names none belongs to the text.
+tower it is in; a tensor that names none belongs to the text, but what leads from one to another to none.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ _TOWERS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 _DEFAULT = ("text_config", "llm_config", "language_config", "thinker_config")
 _INTO = tuple((keys, re.compile(rule)) for keys, rule in _TOWERS)
+_BETWEEN = "multi_modal_projector"
 _LONGEST_NAME = 300
 _DEEPEST = 4
 
@@ -117,7 +118,7 @@ def _inner(parts: list[str], config: Mapping[str, Any]) -> tuple[Mapping[str, An
         for inner, rule in inside:
             if rule.fullmatch(part):
                 return inner, parts[i + 1 :]
-    for key in _DEFAULT:
+    for key in _DEFAULT if _BETWEEN not in parts else ():
         if isinstance(config.get(key), dict):
             return config[key], parts
     return None, parts

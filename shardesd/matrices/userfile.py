@@ -21,7 +21,7 @@ else:
 
 _LARGEST_FILE = 1_000_000
 _TEXTS = ("names", "when", "experts", "groups", "heads", "note")
-_FLAGS = ("transposed", "flatten")
+_FLAGS = ("transposed", "flatten", "conv")
 _KEYS = (*_TEXTS, *_FLAGS, "models", "parts")
 _PART_KEYS = ("suffix", "size", "type", "heads")
 

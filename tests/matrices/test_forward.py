@@ -865,6 +865,22 @@ def test_latent_attention_of_deepseek_s_relatives(name: str, tmp_path: Path) -> 
         assert same(found[longname].slices[0], matrix), longname
 
 
+def test_jetmoe_s_attention(tmp_path: Path) -> None:
+    """Keys and values are fused; its queries are experts', which are not."""
+    settings = {**TEXT, "num_key_value_heads": 2, "kv_channels": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = made(Case("JetMoe", "JetMoeForCausalLM", settings))
+    model.save_pretrained(tmp_path)
+    found = emitted(tmp_path)
+    path = "model.layers.0.self_attention"
+    _, k, v = attention_inputs(model, path)
+    assert same(found[f"{path}.kv_proj_k"].slices[0], k)
+    assert same(found[f"{path}.kv_proj_v"].slices[0], v)
+    experts = model.get_submodule(f"{path}.experts.input_linear").weight.detach().numpy()
+    for i, expected in enumerate(experts):
+        assert same(found[f"{path}.experts.input_linear.experts.{i}"].slices[0], expected)
+    assert not [one.note for one in found.values() if one.note]
+
+
 @pytest.mark.parametrize("name", ["gpt_neox", "falcon-new", "gpt_oss", "qwen3_vl_moe", "mamba2", "clip"])
 def test_the_scan_s_spectra_are_those_of_these_matrices(name: str, tmp_path: Path) -> None:
     built(name).save_pretrained(tmp_path)

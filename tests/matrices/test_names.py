@@ -21,6 +21,7 @@ from shardesd.matrices import (
     plan,
     tie_order,
 )
+from shardesd.matrices.eligible import ONE_INPUT
 from shardesd.matrices.layouts import Table
 from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef, Skip, TensorRef
@@ -194,7 +195,13 @@ GOLDEN: dict[str, list[tuple[str, tuple[int, ...], int | None, str, str]]] = {
         ("model.decoder.layers.0.encoder_attn.k_proj.weight", (384, 384), 0, "k_proj", ""),
         ("model.decoder.layers.0.encoder_attn_layer_norm.weight", (384,), 0, "norm", "norm"),
         ("proj_out.weight", (51865, 384), None, "lm_head", "aspect ratio"),
-        ("feature_extractor.conv_layers.0.conv.weight", (512, 1, 10), 0, "conv", "depthwise conv"),
+        (
+            "feature_extractor.conv_layers.0.conv.weight",
+            (512, 1, 10),
+            0,
+            "conv",
+            ONE_INPUT,
+        ),
         ("feature_extractor.conv_layers.1.conv.weight", (512, 512, 3), 1, "conv", ""),
         ("encoder.pos_conv_embed.conv.weight_v", (768, 48, 128), None, "conv", "parametrised weight"),
         (
@@ -211,7 +218,13 @@ GOLDEN: dict[str, list[tuple[str, tuple[int, ...], int | None, str, str]]] = {
         ("resnet.encoder.stages.2.layers.0.shortcut.convolution.weight", (1024, 512, 1, 1), 2, "conv", ""),
         ("classifier.1.weight", (1000, 2048), None, "other", ""),
         ("convnext.embeddings.patch_embeddings.weight", (96, 3, 4, 4), None, "conv", ""),
-        ("convnext.encoder.stages.1.layers.2.dwconv.weight", (192, 1, 7, 7), 1, "conv", "depthwise conv"),
+        (
+            "convnext.encoder.stages.1.layers.2.dwconv.weight",
+            (192, 1, 7, 7),
+            1,
+            "conv",
+            ONE_INPUT,
+        ),
         ("convnext.encoder.stages.1.layers.2.pwconv1.weight", (768, 192), 1, "up_proj", ""),
         ("convnext.encoder.stages.1.layers.2.pwconv2.weight", (192, 768), 1, "down_proj", ""),
         ("convnext.encoder.stages.1.layers.2.layer_scale_parameter", (192,), 1, "other", "elementwise parameter"),
@@ -247,7 +260,7 @@ GOLDEN: dict[str, list[tuple[str, tuple[int, ...], int | None, str, str]]] = {
         ("backbone.embeddings.weight", (50280, 768), None, "embedding", "embedding"),
         ("backbone.layers.1.mixer.A_log", (1536, 16), 1, "other", "elementwise parameter"),
         ("backbone.layers.1.mixer.D", (1536,), 1, "other", "elementwise parameter"),
-        ("backbone.layers.1.mixer.conv1d.weight", (1536, 1, 4), 1, "conv", "depthwise conv"),
+        ("backbone.layers.1.mixer.conv1d.weight", (1536, 1, 4), 1, "conv", ONE_INPUT),
         ("backbone.layers.1.mixer.in_proj.weight", (3072, 768), 1, "other", ""),
         ("backbone.layers.1.mixer.out_proj.weight", (768, 1536), 1, "other", ""),
         ("backbone.norm_f.weight", (768,), None, "norm", "norm"),

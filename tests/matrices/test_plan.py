@@ -160,9 +160,9 @@ def test_a_convolution_is_pooled_from_its_kernel_positions(kernel: tuple[int, ..
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ((8, 1, 3, 3), eligible.DEPTHWISE),
-        ((1, 1, 3, 3), eligible.DEPTHWISE),
-        ((8, 1, 5), eligible.DEPTHWISE),
+        ((8, 1, 3, 3), eligible.ONE_INPUT),
+        ((1, 1, 3, 3), eligible.ONE_INPUT),
+        ((8, 1, 5), eligible.ONE_INPUT),
         ((1, 8, 3, 3), eligible.ONE_OUTPUT),
     ],
 )

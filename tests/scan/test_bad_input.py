@@ -336,6 +336,29 @@ def test_globs_that_match_nothing_are_named(tmp_path: Path, out: Path) -> None:
     assert "such as model.embed_tokens" in notes[0]
 
 
+def test_layouts_that_match_nothing_are_named(tmp_path: Path, out: Path) -> None:
+    folder = one_file(tmp_path / "model", random_weights())
+    layouts = tmp_path / "own.toml"
+    rows = (
+        """names='q_proj'""",
+        """names='c_attn'""",
+        """names='q_proj'\nmodels=['other', 'more*']""",
+        """names='o_proj'\nexperts='7'\nparts=['a', 'b']""",
+    )
+    layouts.write_text("".join(f"[[layout]]\n{row}\n" for row in rows))
+    result = cli("scan", folder, "--out", out, "--layout", layouts)
+    assert result.exit_code == 0
+    notes = [line for line in result.stderr.splitlines() if "matches no tensor" in line]
+    assert len(notes) == 2
+    assert "own.toml: names 'c_attn' matches no tensor" in notes[0]
+    assert notes[1].endswith("names 'q_proj' matches no tensor in a model of type other or more*")
+    table = pl.read_csv(next((out / "models").glob("*.csv")))
+    reasons = dict(zip(table["longname"], table["reason"], strict=True))
+    whole = [reason for name, reason in reasons.items() if name.endswith("o_proj")]
+    assert whole
+    assert all("rows don't make 7 experts" in reason for reason in whole), "it is not cut as one matrix would be"
+
+
 def test_numbers_without_a_meaning_of_their_own(tmp_path: Path, out: Path) -> None:
     tensors = random_weights(layers=1)
     tensors["causal.weight"] = np.ones((8, 8), np.bool_)
@@ -355,7 +378,7 @@ def test_numbers_without_a_meaning_of_their_own(tmp_path: Path, out: Path) -> No
         ("packed", "failed", "quantised codes"),
         ("tiny", "failed", "every λ underflows float64"),
         ("head", "skipped", "conv with one output channel"),
-        ("deep", "skipped", "depthwise conv"),
+        ("deep", "skipped", "conv with one input channel per group"),
     ):
         assert rows[name]["status"] == status, name
         assert reason in rows[name]["reason"]

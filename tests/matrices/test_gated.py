@@ -1,0 +1,348 @@
+"""Gated linear units that a convolution or a linear layer feeds: both halves, proved on the models' own forward passes.
+
+The model runs on random numbers. Of each layer whose output reaches a gate, what went in is put through the matrices
+that a scan emits, and the gated product must be what the model's own gate gave. No rule of how tensors are cut is
+repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emitted import Emitted, emitted
+from torch import nn
+
+import shardesd
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+transformers = pytest.importorskip("transformers")
+
+H = 16
+CONFORMER = {
+    **{"hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 32},
+    **{"conv_depthwise_kernel_size": 3, "add_adapter": True, "num_adapter_layers": 2, "output_hidden_size": H},
+}
+SOUND = {
+    **{"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2},
+    **{"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2},
+}
+SEAMLESS = {
+    **{"hidden_size": H, "speech_encoder_layers": 1, "speech_encoder_attention_heads": 2, "num_adapter_layers": 1},
+    **{"speech_encoder_intermediate_size": 24, "conv_depthwise_kernel_size": 3, "feature_projection_input_dim": 8},
+    **{"adaptor_kernel_size": 4, "adaptor_stride": 2},
+}
+
+
+@dataclass
+class Gated:
+    layer: nn.Module
+    given: torch.Tensor
+    product: torch.Tensor
+    gate: Callable[[torch.Tensor], torch.Tensor] = torch.sigmoid
+
+
+def by_glu(model: nn.Module, run: Callable[[], object]) -> dict[str, Gated]:
+    """Layer → what went in, and what torch's own gated linear unit made of what came out."""
+    given: dict[int, tuple[str, nn.Module, torch.Tensor]] = {}
+    found: dict[str, Gated] = {}
+    keep: list[torch.Tensor] = []
+    own = nn.functional.glu
+
+    def note(name: str) -> Callable[[Any, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            keep.append(out)  # or another tensor could come to lie where this one lay
+            given[out.data_ptr()] = name, module, args[0]
+
+        return hook
+
+    def glu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        out = own(x, dim)
+        name, layer, before = given[x.data_ptr()]
+        found[name] = Gated(layer, before, out if dim == 1 or not isinstance(layer, nn.Conv1d) else out.mT)
+        return out
+
+    hooks = [
+        module.register_forward_hook(note(name))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv1d)
+    ]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(nn.functional, "glu", glu)
+        run()
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def product_of(gated: Gated, up: Emitted, gate: Emitted) -> torch.Tensor:
+    def through(half: Emitted) -> torch.Tensor:
+        weight = torch.from_numpy(np.stack(half.slices, axis=-1))
+        if isinstance(gated.layer, nn.Linear):
+            return gated.given @ weight[..., 0].T
+        layer = gated.layer
+        return nn.functional.conv1d(gated.given, weight, None, layer.stride, layer.padding, layer.dilation)
+
+    return through(up) * gated.gate(through(gate))
+
+
+def randomise(model: nn.Module) -> nn.Module:
+    """Every weight random, no biases."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.double().eval().named_parameters():
+            if name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def sound(model: nn.Module) -> object:
+    return model(torch.randn(2, 400, dtype=torch.float64))
+
+
+def features(width: int) -> Callable[[nn.Module], object]:
+    return lambda model: model(torch.randn(2, 24, width, dtype=torch.float64))
+
+
+def inside(length: int, width: int) -> Callable[[nn.Module], object]:
+    """Runs the only module of what `module` makes."""
+    return lambda model: model.get_submodule(model.prefix)(torch.randn(2, length, width, dtype=torch.float64))
+
+
+def of(name: str, **settings: Any) -> Any:
+    if not hasattr(transformers, f"{name}Config"):
+        pytest.skip(f"transformers {transformers.__version__} doesn't have {name}")
+    return getattr(transformers, f"{name}Config")(**settings)
+
+
+def module(config: str, home: str, name: str, prefix: str, **settings: Any) -> Callable[[], nn.Module]:
+    """One module of a model by itself, under the name that it has there."""
+
+    def make() -> nn.Module:
+        made = of(config, **settings)
+        model: nn.Module = getattr(pytest.importorskip(f"transformers.models.{home}"), name)(made)
+        for word in reversed(prefix.split(".")):
+            model = nn.ModuleDict({word: model})
+        model.config, model.prefix = made, prefix  # type: ignore[assignment]
+        return model
+
+    return make
+
+
+def model(config: str, name: str, **settings: Any) -> Callable[[], nn.Module]:
+    return lambda: getattr(transformers, name)(of(config, **settings))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], int]] = {
+    "wav2vec2-conformer": (
+        model("Wav2Vec2Conformer", "Wav2Vec2ConformerModel", **CONFORMER, **SOUND),
+        sound,
+        3,
+    ),
+    "wav2vec2": (model("Wav2Vec2", "Wav2Vec2Model", **CONFORMER, **SOUND), sound, 2),
+    "wavlm": (model("WavLM", "WavLMModel", **CONFORMER, **SOUND), sound, 2),
+    "wav2vec2-bert": (
+        model("Wav2Vec2Bert", "Wav2Vec2BertModel", **CONFORMER, feature_projection_input_dim=8),
+        features(8),
+        5,
+    ),
+    "seamless": (
+        module(
+            "SeamlessM4T",
+            "seamless_m4t.modeling_seamless_m4t",
+            "SeamlessM4TSpeechEncoder",
+            "speech_encoder",
+            **SEAMLESS,
+        ),
+        inside(24, 8),
+        3,
+    ),
+    "parakeet": (
+        module(
+            "ParakeetEncoder",
+            "parakeet.modeling_parakeet",
+            "ParakeetEncoderConvolutionModule",
+            "encoder.layers.0.conv",
+            hidden_size=H,
+            conv_kernel_size=3,
+        ),
+        inside(9, H),
+        1,
+    ),
+    "granite_speech": (
+        module(
+            "GraniteSpeechEncoder",
+            "granite_speech.modeling_granite_speech",
+            "GraniteSpeechConformerConvModule",
+            "encoder.layers.0.conv",
+            hidden_dim=H,
+            conv_expansion_factor=2,
+            conv_kernel_size=3,
+        ),
+        inside(9, H),
+        1,
+    ),
+    "speech_to_text": (
+        module(
+            "Speech2Text",
+            "speech_to_text.modeling_speech_to_text",
+            "Conv1dSubsampler",
+            "model.encoder.conv",
+            d_model=H,
+            conv_channels=24,
+            input_feat_per_channel=8,
+        ),
+        inside(24, 8),
+        2,
+    ),
+    "gemma3n": (
+        module(
+            "Gemma3nAudio",
+            "gemma3n.modeling_gemma3n",
+            "Gemma3nAudioConformerLightConv1d",
+            "model.audio_tower.conformer.0.lconv1d",
+            hidden_size=H,
+            conf_conv_kernel_size=3,
+        ),
+        inside(9, H),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_halves_of_a_gated_layer(name: str, tmp_path: Path) -> None:
+    make, run, count = CASES[name]
+    built = randomise(make())
+    save(built, tmp_path)
+    halves = emitted(tmp_path)
+    found = by_glu(built, lambda: run(built))
+    assert len(found) == count
+    for longname, gated in found.items():
+        up, gate = halves[f"{longname}_up"], halves[f"{longname}_gate"]
+        assert longname not in halves
+        types = ("conv", "conv") if isinstance(gated.layer, nn.Conv1d) else ("up_proj", "gate_proj")
+        assert (up.block_type, gate.block_type) == types
+        torch.testing.assert_close(product_of(gated, up, gate), gated.product, rtol=1e-6, atol=1e-9)
+
+
+VISION = {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": H}, "downsample_factor": 2}
+PROJECTED: dict[str, tuple[Callable[[], nn.Module], str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "cohere2_vision": (
+        module(
+            "Cohere2Vision",
+            "cohere2_vision.modeling_cohere2_vision",
+            "Cohere2VisionMultiModalProjector",
+            "model.multi_modal_projector",
+            **VISION,
+            alignment_intermediate_size=40,
+        ),
+        *("linear_1", "linear_2", nn.functional.silu),
+    ),
+    "aya_vision": (
+        module(
+            "AyaVision",
+            "aya_vision.modeling_aya_vision",
+            "AyaVisionMultiModalProjector",
+            "model.multi_modal_projector",
+            **VISION,
+        ),
+        *("linear_1", "linear_2", nn.functional.silu),
+    ),
+    "clvp": (
+        module(
+            "ClvpEncoder",
+            "clvp.modeling_clvp",
+            "ClvpEncoderMLP",
+            "text_encoder_model.layers.0.mlp",
+            hidden_size=H,
+            intermediate_size=24,
+            hidden_act="gelu",
+        ),
+        *("fc1.proj", "fc2", nn.functional.gelu),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_both_halves_of_a_projector(name: str, tmp_path: Path) -> None:
+    """What its second layer is given: half of what the first one gives, times the other half's activation."""
+    make, first, second, act = PROJECTED[name]
+    built = randomise(make())
+    save(built, tmp_path)
+    halves = emitted(tmp_path)
+    layer, down = (built.get_submodule(f"{built.prefix}.{word}") for word in (first, second))
+    seen: dict[str, torch.Tensor] = {}
+    layer.register_forward_pre_hook(lambda module, args: seen.update(given=args[0]))
+    down.register_forward_pre_hook(lambda module, args: seen.update(product=args[0]))
+    with torch.no_grad():
+        inside(16, H)(built)
+        up, gate = (halves[f"{built.prefix}.{first}_{word}"] for word in ("up", "gate"))
+        torch.testing.assert_close(product_of(Gated(layer, seen["given"], down, act), up, gate), seen["product"])
+
+
+def test_gates_that_are_called_otherwise_on_disk(tmp_path: Path) -> None:
+    """DINOv2's two layers are saved as one."""
+    config = of("Dinov2", hidden_size=H, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    config.use_swiglu_ffn = True
+    built = randomise(transformers.Dinov2Model(config))
+    built.save_pretrained(tmp_path)
+    found = emitted(tmp_path)
+    path = "encoder.layer.0.mlp"
+    mlp = built.get_submodule(path)
+    names = [name for name in found if name.startswith(path) and "gate" in name]
+    assert names, sorted(found)
+    x = torch.randn(5, H, dtype=torch.float64)
+    seen: list[torch.Tensor] = []
+    (down,) = (layer for name, layer in mlp.named_children() if name in ("down_proj", "weights_out"))
+    down.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        mlp(x)
+    (gate_name,) = names
+    up, gate = (found[name].slices[0] for name in (gate_name.replace("gate", "up"), gate_name))
+    expected = nn.functional.silu(x @ torch.from_numpy(gate).T) * (x @ torch.from_numpy(up).T)
+    torch.testing.assert_close(expected, seen[0])
+
+
+@pytest.mark.parametrize("name", ["wav2vec2-conformer", "wav2vec2", "wavlm"])
+def test_the_first_convolution_of_sound_is_one_matrix(name: str, tmp_path: Path) -> None:
+    """It takes windows of one channel: the model multiplies each by all of the kernel."""
+    built = randomise(CASES[name][0]())
+    save(built, tmp_path)
+    longname = "feature_extractor.conv_layers.0.conv"
+    found = emitted(tmp_path)[longname]
+    with torch.no_grad():
+        windows = torch.eye(10, dtype=torch.float64)
+        expected = built.get_submodule(longname)(windows[:, None])[..., 0].T
+    (only,) = found.slices
+    np.testing.assert_allclose(only, expected, atol=1e-12)
+    assert found.scale == 1
+
+
+def test_spectra_of_the_halves(tmp_path: Path) -> None:
+    """All kernel positions of a half make one ESD, as those of a whole kernel do."""
+    built = randomise(CASES["wav2vec2-conformer"][0]())
+    save(built, tmp_path)
+    halves = emitted(tmp_path)
+    result = shardesd.scan(tmp_path, max_aspect=0)
+    assert sorted(result.spectra) == sorted(halves)
+    for longname, eigs in result.spectra.items():
+        one = halves[longname]
+        svd = [np.linalg.svd(matrix, compute_uv=False) ** 2 * one.scale for matrix in one.slices]
+        np.testing.assert_allclose(eigs, np.sort(np.concatenate(svd)), rtol=1e-8, atol=1e-12)
+    whole = shardesd.scan(tmp_path, max_aspect=0, split="off").layers["longname"].to_list()
+    assert "encoder.layers.0.conv_module.pointwise_conv1" in whole
+
+
+def save(model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+    model.config.save_pretrained(folder)
