@@ -1,11 +1,11 @@
 """What ``--stats`` adds to the time of a scan: pairs of scans, with and without, one after the other.
 
-    python benchmarks/stats_cost.py [--pairs 11] [--device cpu] [--shape command] [--shape minilm] [--shape llama] …
+    python benchmarks/stats_cost.py [--command] [--pairs 11] [--device cpu] [--shape minilm] [--shape llama] …
 
-`command` is `shardesd scan` as a user runs it, a process each time. The others are scans in one process, whose imports
-and first scan are not counted. The pair's order changes from pair to pair. Printed
-are medians: seconds without, seconds with, and of the pairs' ratios; and the same ratio of CPU seconds, which other
-work on the machine disturbs less.
+With `--command` each is `shardesd scan` as a user runs it, a process of its own; else they are scans in one process,
+whose imports and first scan are not counted. The pair's order changes from pair to pair. Printed are medians: seconds
+without, seconds with, and of the pairs' ratios; and the same ratio of CPU seconds, which other work on the machine
+disturbs less.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ def shapes(root: Path) -> dict[str, tuple[str, Callable[[], Path]]]:
         return root / "moe"
 
     return {
-        "command": ("the command, MiniLM", minilm),
         "minilm": ("MiniLM, float32", minilm),
         "llama": ("Llama shape: 4 layers of 1024, MLP 2816, 32000 tokens, bf16", llama),
         "moe": ("48 experts of 768 × 2048 in a stack, bf16", moe),
@@ -69,7 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=11)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--shape", action="append", choices=["command", "minilm", "llama", "moe"])
+    parser.add_argument("--shape", action="append", choices=["minilm", "llama", "moe"])
+    parser.add_argument("--command", action="store_true")
     given = parser.parse_args()
     print(f"{'checkpoint':<64}{'without':>9}{'with':>9}{'ratio':>8}{'CPU':>8}", flush=True)
     with tempfile.TemporaryDirectory() as root:
@@ -81,7 +81,7 @@ def main() -> None:
             except NotFound as missing:
                 print(f"{text:<64}left out: {missing}", flush=True)
                 continue
-            run = command if name == "command" else scan
+            run = command if given.command else scan
             run(folder, given.device, True)
             pairs = []
             for i in range(given.pairs):
