@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardesd import metrics, spectra
-from shardesd.errors import MatrixError, ResultsError, ShardesdError
+from shardesd.errors import MatrixError, OptionError, ResultsError, ShardesdError
 from shardesd.options import OutputOptions, ScanOptions
 from shardesd.records import Row
 from shardesd.results import StoredModel, stored_models, update_summary
@@ -62,16 +62,30 @@ def refit(out: str | os.PathLike[str], options: ScanOptions, *, processes: int |
 def _refit_one(folder: Path, name: str, changes: dict[str, Any]) -> tuple[Refitted, dict[str, Any] | None]:
     try:
         with StoredModel(folder, name) as model:
-            options = replace(ScanOptions(solver=model.solver), **changes)
-            anew = _measured(model, options)
+            before = _options(model)
+            options = replace(before, **changes)
+            anew = _measured(model, options, finer=options.resolve > 0 and not 0 < before.resolve <= options.resolve)
             rows = [anew.get(row.longname, row) for row in model.rows]  # failed and skipped ones have no λ
             return Refitted(name=name, rows=len(rows)), model.replace(rows, changes)
     except ShardesdError as error:
         return Refitted(name=name, problem=str(error)), None
 
 
-def _measured(model: StoredModel, options: ScanOptions) -> dict[str, Row]:
-    """Longname → row with the metrics of its λ, of those that have any; several of one length at once."""
+def _options(model: StoredModel) -> ScanOptions:
+    """Those of a model's scan that tell what its λ are good for."""
+    kept = ("solver", "evals_thresh", "filter_zeros")
+    known = {name: value for name, value in model.options.items() if name in kept}
+    try:
+        return ScanOptions(**known)
+    except OptionError as error:
+        raise ResultsError(f"its provenance doesn't say how it was made ({error}); scan the model again") from error
+
+
+def _measured(model: StoredModel, options: ScanOptions, *, finer: bool) -> dict[str, Row]:
+    """Longname → row with the metrics of its λ, of those that have any; several of one length at once.
+
+    `finer`: smaller λ count than did before.
+    """
     found: dict[str, Row] = {}
     waiting: dict[int, list[tuple[Row, np.ndarray]]] = {}
 
@@ -90,7 +104,8 @@ def _measured(model: StoredModel, options: ScanOptions) -> dict[str, Row]:
     for row in model.rows:
         eigs = model.eigs(row.longname)
         if eigs is not None:
-            _check_rounding(row, eigs, options)
+            if finer:
+                _check_rounding(row, eigs, options)
             group = waiting.setdefault(len(eigs), [])
             group.append((row, eigs))
             if len(group) * len(eigs) >= _AT_ONCE:

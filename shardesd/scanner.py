@@ -295,7 +295,8 @@ class _Scan:
         """`owners`: longname → tensor."""
         longnames = owners.keys()
         tensors = {matrices.parse_name(tensor).longname for tensor in owners.values()}
-        alone = tensors and self._engine is None  # or the file may be for others of many models
+        # The file may be for others of many models, or for tensors that an adapter leaves alone.
+        alone = tensors and self._engine is None and not self._options.delta
         for row in self._table.unmet(tensors, self._checkpoint.config) if alone else ():
             models = f" in a model of type {' or '.join(row.models)}" if row.models else ""
             self._note(f"--layout {self._options.layout}: names '{row.names}' matches no tensor{models}")

@@ -191,7 +191,7 @@ def find_layout(
             if row.when and not _holds(row.when, values):
                 continue
             if row.experts and not stacked:
-                raise Unknown(f"{shape[0]} rows don't make {row.experts} experts")
+                raise Unknown(f"{shape[0]} rows don't make {size(row.experts, values)} experts")
             return row, _cut(row, shape, int(row.transposed), values)
         except Unknown as unknown:
             why = why or f": {unknown}"

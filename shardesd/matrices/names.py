@@ -88,7 +88,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "down_proj",
         (
-            r"down_proj|w2|wo|fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|output(?:\.|_)dense|ffn_output",
+            r"down_proj|w2|wo|weights_out|fc2|fc_out|lin2|linear2|pwconv2|dense_4h_to_h|output(?:\.|_)dense|ffn_output",
             rf"output_linear|ff_out|mlp\.linear_2|{MLP}\.(?:c_proj|Wo)",
         ),
     ),

@@ -273,9 +273,7 @@ def _heads(
 def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
     M, N = tensor.shape[:2]
     kernel = tensor.shape[2:]
-    if eligible.is_excluded(name.longname, context.options):
-        yield _skip(name, tensor, eligible.EXCLUDED)
-    elif context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
+    if context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
         N = prod(tensor.shape[1:])
         flat = MatrixRef(
             longname=name.longname,
@@ -287,19 +285,23 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef
             fold=(M, N),
         )
         yield _checked(flat, context)
-    elif min(M, N) == 1:
-        yield _skip(name, tensor, eligible.ONE_INPUT if N == 1 else eligible.ONE_OUTPUT)
-    else:
-        row, pieces = context.cut(name.longname, tensor.shape)
-        for piece in pieces:
-            M, N = piece.sides
+        return
+    row, pieces = context.cut(name.longname, tensor.shape)
+    for piece in pieces:
+        M, N = piece.sides
+        part = name._replace(longname=name.longname + piece.suffix)
+        if eligible.is_excluded(part.longname, context.options):
+            yield _skip(part, tensor, eligible.EXCLUDED)
+        elif min(M, N) == 1:
+            yield _skip(part, tensor, eligible.ONE_INPUT if N == 1 else eligible.ONE_OUTPUT)
+        else:
             yield MatrixRef(
-                longname=name.longname + piece.suffix,
+                longname=part.longname,
                 tensor=tensor,
                 M=M,
                 N=N,
-                block_type=name.block_type,
-                layer_index=name.layer_index,
+                block_type=part.block_type,
+                layer_index=part.layer_index,
                 fold=(*piece.fold, *kernel) if piece.suffix else None,
                 pick=piece.pick if piece.suffix else None,
                 slices=prod(kernel),

@@ -227,6 +227,8 @@ MLP: tuple[Layout, ...] = (
     Layout(names="input_linear", models=("granite_speech*",)),
     Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=UP_GATE),
     Layout(names=r"mlp\.weights_in", models=("dinov2*",), parts=GATE_UP),
+    Layout(names=r"(?:mlp|ffn)\.w12", models=("tipsv2*", "sapiens2*"), parts=GATE_UP),
+    Layout(names=r"conv\.pointwise_lin1", models=("granite_speech5*",), parts=UP_GATE),
     Layout(names=r"multi_modal_projector\.linear_1", models=("aya_vision", "cohere2_vision"), parts=UP_GATE),
     Layout(names=r"lconv1d\.linear_start(?:\.linear)?", models=("gemma3n*", "gemma4*"), parts=UP_GATE),
     Layout(names=r"mlp\.fc1\.proj", models=("clvp*",), parts=UP_GATE),
@@ -239,7 +241,12 @@ MLP: tuple[Layout, ...] = (
     Layout(names=r"glu\.ext_pw_conv_1d", models=("phi4_multimodal*",), conv=True, parts=UP_GATE),
 )
 
-RECURRENT = (Layout(names=r"weight_[ih]h_l\d+(?:_reverse)?", note="gates of a recurrent layer analysed together"),)
+RECURRENT = (
+    Layout(
+        names=r"weight_[ih]h(?:_l\d+(?:_reverse)?)?",
+        note="gates of a recurrent layer, where it has any, analysed together",
+    ),
+)
 
 EXPERTS: tuple[Layout, ...] = (
     # Inputs × outputs in each expert. gpt-oss has gate and up in turns.

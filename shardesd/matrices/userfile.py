@@ -79,6 +79,8 @@ def _layout(row: Any, where: str) -> Layout:
     if not isinstance(found, list):
         raise ValueError(f"{where}: parts must be a list")
     parts = tuple(_part(part, f"{where}: part {i}") for i, part in enumerate(found, start=1))
+    if row.get("conv") and ("experts" in texts or "heads" in texts or row.get("flatten")):
+        raise ValueError(f"{where}: conv goes with neither experts nor heads nor flatten")
     suffixes = [part.suffix for part in parts]
     if len(set(suffixes)) < len(suffixes):
         raise ValueError(f"{where}: two parts have the same suffix")
@@ -92,6 +94,7 @@ def _layout(row: Any, where: str) -> Layout:
         parts=parts,
         heads=texts.get("heads", ""),
         flatten=row.get("flatten", False),
+        conv=row.get("conv", False),
         note=texts.get("note", ""),
     )
 

@@ -61,9 +61,10 @@ class StoredModel:
         self._release()
 
     @property
-    def solver(self) -> str:
-        """The option that it was scanned with."""
-        return str(self._run["fingerprint"]["options"].get("solver", "auto"))
+    def options(self) -> Mapping[str, Any]:
+        """What it was scanned with, or made anew with since."""
+        known: Mapping[str, Any] = self._run["fingerprint"]["options"]
+        return known
 
     def eigs(self, longname: str) -> np.ndarray | None:
         """The λ of a row, ascending; None where it has none."""

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from emitted import Emitted, emitted
+from safetensors.numpy import save_file as save_numpy
 from torch import nn
 
 import shardesd
+from shardesd.errors import OptionError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 transformers = pytest.importorskip("transformers")
@@ -339,6 +341,37 @@ def test_spectra_of_the_halves(tmp_path: Path) -> None:
         np.testing.assert_allclose(eigs, np.sort(np.concatenate(svd)), rtol=1e-8, atol=1e-12)
     whole = shardesd.scan(tmp_path, max_aspect=0, split="off").layers["longname"].to_list()
     assert "encoder.layers.0.conv_module.pointwise_conv1" in whole
+
+
+def test_globs_see_the_halves(tmp_path: Path) -> None:
+    save(randomise(CASES["wav2vec2-conformer"][0]()), tmp_path)
+    everything = {**emitted(tmp_path)}
+    path = "encoder.layers.0.conv_module.pointwise_conv1"
+    convs = {name for name, one in everything.items() if name.endswith("_gate") and one.block_type == "conv"}
+    assert len(convs) == 3
+    assert set(emitted(tmp_path, include=("*_gate",))) == convs
+    assert set(emitted(tmp_path, include=(f"{path}_gate",))) == {f"{path}_gate"}
+    assert not emitted(tmp_path, include=(path,))
+    assert set(emitted(tmp_path, exclude=("*_gate",))) == set(everything) - convs
+
+
+def test_a_users_row_for_a_convolution(tmp_path: Path) -> None:
+    W = np.random.default_rng(0).standard_normal((16, 8, 3))
+    save_numpy({"layers.0.c.weight": W, "layers.0.w.weight": W[..., 0].copy()}, tmp_path / "model.safetensors")
+    layouts = tmp_path / "own.toml"
+    row = 'names="c|w"\nconv=true\ngroups="2"\nparts=["a: 3", "b"]'
+    layouts.write_text(f"[[layout]]\n{row}\n")
+    found = shardesd.scan(tmp_path, layout=str(layouts))
+    assert sorted(found.spectra) == ["layers.0.c_a", "layers.0.c_b", "layers.0.w"]
+    grouped = W.reshape(2, 8, 8, 3)
+    for part, rows in (("a", slice(0, 3)), ("b", slice(3, 8))):
+        kernel = grouped[:, rows].reshape(-1, 8, 3)
+        svd = [np.linalg.svd(kernel[..., k], compute_uv=False) ** 2 * 0.5 for k in range(3)]
+        np.testing.assert_allclose(found.spectra[f"layers.0.c_{part}"], np.sort(np.concatenate(svd)), rtol=1e-9)
+    for more in ('experts="2"', "flatten=true"):
+        layouts.write_text(f"[[layout]]\n{row}\n{more}\n")
+        with pytest.raises(OptionError, match="conv goes with neither"):
+            shardesd.scan(tmp_path, layout=str(layouts))
 
 
 def save(model: nn.Module, folder: Path) -> None:

@@ -98,6 +98,18 @@ def test_rounding_never_becomes_eigenvalues(tmp_path: Path, solver: str, thresh:
         assert table.select("num_evals", "alpha").equals(expected.select("num_evals", "alpha"))
 
 
+def test_kernel_positions_of_different_scale(tmp_path: Path) -> None:
+    """Each was large beside its own rounding: what a scan took from Grams, `refit` takes with the same options."""
+    W = np.random.default_rng(0).standard_normal((16, 16, 3), dtype=np.float32)
+    W[..., 1] *= 1e-7
+    out = tmp_path / "results"
+    before = shardesd.scan(one_file(tmp_path / "conv", {"a.conv.weight": W}), out=out, evals_thresh=1e-11, cache=False)
+    assert before.layers["solver"].to_list() == ["gram"]
+    for options in ({"evals_thresh": 1e-11}, {"evals_thresh": 1e-11, "bins": 50}, {"evals_thresh": 1e-6}):
+        (done,) = refit(out, ScanOptions(**options), processes=1)  # type: ignore[arg-type]
+        assert not done.problem
+
+
 def test_a_folder_without_models(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match="holds no models"):
         list(refit(tmp_path, ScanOptions()))
