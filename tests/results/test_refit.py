@@ -100,7 +100,7 @@ def test_rounding_never_becomes_eigenvalues(tmp_path: Path, solver: str, thresh:
 
 def test_kernel_positions_of_different_scale(tmp_path: Path) -> None:
     """Each was large beside its own rounding: what a scan took from Grams, `refit` takes with the same options."""
-    W = np.random.default_rng(0).standard_normal((16, 16, 3), dtype=np.float32)
+    W = 100 * np.random.default_rng(0).standard_normal((16, 16, 3), dtype=np.float32)
     W[..., 1] *= 1e-7
     out = tmp_path / "results"
     before = shardesd.scan(one_file(tmp_path / "conv", {"a.conv.weight": W}), out=out, evals_thresh=1e-11, cache=False)
