@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def _refit_one(folder: Path, name: str, changes: dict[str, Any]) -> tuple[Refitt
         with StoredModel(folder, name) as model:
             before = _options(model)
             options = replace(before, **changes)
-            anew = _measured(model, options, finer=options.resolve > 0 and not 0 < before.resolve <= options.resolve)
+            anew = _measured(model, options, finer=0 < options.resolve < (before.resolve or math.inf))
             rows = [anew.get(row.longname, row) for row in model.rows]  # failed and skipped ones have no λ
             return Refitted(name=name, rows=len(rows)), model.replace(rows, changes)
     except ShardesdError as error:

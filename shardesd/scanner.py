@@ -293,13 +293,13 @@ class _Scan:
 
     def _say_what_met_nothing(self, owners: Mapping[str, str]) -> None:
         """`owners`: longname → tensor."""
-        longnames = owners.keys()
-        tensors = {matrices.parse_name(tensor).longname for tensor in owners.values()}
+        longnames, layout = owners.keys(), self._options.layout
         # The file may be for others of many models, or for tensors that an adapter leaves alone.
-        alone = tensors and self._engine is None and not self._options.delta
-        for row in self._table.unmet(tensors, self._checkpoint.config) if alone else ():
-            models = f" in a model of type {' or '.join(row.models)}" if row.models else ""
-            self._note(f"--layout {self._options.layout}: names '{row.names}' matches no tensor{models}")
+        if layout and longnames and self._engine is None and not self._options.delta:
+            tensors = {matrices.parse_name(tensor).longname for tensor in owners.values()}
+            for row in self._table.unmet(tensors, self._checkpoint.config):
+                models = f" in a model of type {' or '.join(row.models)}" if row.models else ""
+                self._note(f"--layout {layout}: names '{row.names}' matches no tensor{models}")
         for glob in self._options.include:
             if longnames and not any(fnmatchcase(longname, glob) for longname in longnames):
                 example = min(longnames, key=matrices.natural_key)

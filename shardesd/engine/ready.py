@@ -89,7 +89,7 @@ class Ready(Generic[K, T]):
 
     def has_best(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> bool:
         """Whether a GPU that has taken the first of a group would now get as many as are solved together at best."""
-        return self._groups[first.group] + 1 >= first.most == self._share(first, here, gpus)
+        return self._groups[first.group] + 1 >= first.most and self._share(first, here, gpus) == first.most
 
     def _share(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> int:
         others = [gpu.in_work(first.group) for gpu in gpus if gpu is not here]

@@ -136,7 +136,7 @@ class Table:
     def unmet(self, longnames: Iterable[str], config: Mapping[str, Any]) -> list[Layout]:
         """The user's rows that name none of these tensors, or models of another type."""
         left = list(self._own)
-        for longname in longnames if left else ():
+        for longname in longnames:
             met = self.named(longname, Values(longname, config).model_type)
             left = [row for row in left if row not in met]
         return left
