@@ -19,6 +19,7 @@ _TOWERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("audio_config", "audio_encoder", "speech_config", "sound_config"), r"audio\w*|speech\w*|sound\w*"),
     (("qformer_config",), r"q_?former"),
     (("text_config", "llm_config", "language_config", "text_encoder"), r"text\w*|language_model|llm"),
+    (("backbone_config",), r"backbone|conv_encoder"),
     (("encoder", "encoder_config"), r"encoder"),
     (("decoder",), r"decoder"),
 )

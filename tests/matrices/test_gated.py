@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from emitted import Emitted, emitted
+from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from torch import nn
 
@@ -341,6 +342,25 @@ def test_spectra_of_the_halves(tmp_path: Path) -> None:
         np.testing.assert_allclose(eigs, np.sort(np.concatenate(svd)), rtol=1e-8, atol=1e-12)
     whole = shardesd.scan(tmp_path, max_aspect=0, split="off").layers["longname"].to_list()
     assert "encoder.layers.0.conv_module.pointwise_conv1" in whole
+
+
+def test_a_backbone_is_cut_as_by_itself(tmp_path: Path) -> None:
+    """Its config lies within that of the model around it."""
+    inner = of("Dinov2", hidden_size=H, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4)
+    inner.use_swiglu_ffn, inner.out_features = True, ["stage1"]
+    outer = of("DepthAnything", backbone_config=inner, neck_hidden_sizes=[8], reassemble_factors=[1])
+    built = randomise(transformers.Dinov2Model(inner))
+    built.save_pretrained(tmp_path)
+    alone = emitted(tmp_path)
+    weights = {f"backbone.{name}": value for name, value in load_numpy(tmp_path / "model.safetensors").items()}
+    save_numpy(weights, tmp_path / "model.safetensors")
+    outer.save_pretrained(tmp_path)
+    inside = emitted(tmp_path)
+    assert sorted(inside) == sorted(f"backbone.{name}" for name in alone)
+    assert any(name.endswith("_gate") for name in inside) or "encoder.layer.0.mlp.gate_proj" in alone
+    for name, one in alone.items():
+        assert len(one.slices) == len(inside[f"backbone.{name}"].slices)
+        assert np.array_equal(one.slices[0], inside[f"backbone.{name}"].slices[0])
 
 
 def test_globs_see_the_halves(tmp_path: Path) -> None:
