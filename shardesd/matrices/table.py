@@ -241,6 +241,14 @@ MLP: tuple[Layout, ...] = (
     Layout(names=r"glu\.ext_pw_conv_1d", models=("phi4_multimodal*",), conv=True, parts=UP_GATE),
 )
 
+SEVERAL = (
+    Layout(
+        names=r"modulation\.projection_in", models=("focalnet",), parts=parts("q: columns", "ctx: columns", "gates")
+    ),
+    Layout(names=r"text_encoder\.project", models=("vits",), conv=True, parts=parts("mean", "log_variance")),
+    Layout(names=r"head\.linear", models=("wavtokenizer", "xcodec2", "neucodec"), parts=parts("magnitude", "phase")),
+)
+
 RECURRENT = (
     Layout(
         names=r"weight_[ih]h(?:_l\d+(?:_reverse)?)?",
@@ -281,7 +289,7 @@ PATCHES: tuple[Layout, ...] = (
     ),
 )
 
-BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *RECURRENT, *EXPERTS, *PATCHES), numbers=False)
+BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *SEVERAL, *RECURRENT, *EXPERTS, *PATCHES), numbers=False)
 
 
 def user_table(path: str) -> Table:

@@ -114,9 +114,9 @@ def features(width: int) -> Callable[[nn.Module], object]:
     return lambda model: model(torch.randn(2, 24, width, dtype=torch.float64))
 
 
-def inside(length: int, width: int) -> Callable[[nn.Module], object]:
+def inside(*shape: int) -> Callable[[nn.Module], object]:
     """Runs the only module of what `module` makes."""
-    return lambda model: model.get_submodule(model.prefix)(torch.randn(2, length, width, dtype=torch.float64))
+    return lambda model: model.get_submodule(model.prefix)(torch.randn(2, *shape, dtype=torch.float64))
 
 
 def of(name: str, **settings: Any) -> Any:
@@ -125,12 +125,12 @@ def of(name: str, **settings: Any) -> Any:
     return getattr(transformers, f"{name}Config")(**settings)
 
 
-def module(config: str, home: str, name: str, prefix: str, **settings: Any) -> Callable[[], nn.Module]:
-    """One module of a model by itself, under the name that it has there."""
+def module(config: str, home: str, name: str, prefix: str, *more: Any, **settings: Any) -> Callable[[], nn.Module]:
+    """One module of a model by itself, under the name that it has there; `more` it is told beside the config."""
 
     def make() -> nn.Module:
         made = of(config, **settings)
-        model: nn.Module = getattr(pytest.importorskip(f"transformers.models.{home}"), name)(made)
+        model: nn.Module = getattr(pytest.importorskip(f"transformers.models.{home}"), name)(made, *more)
         for word in reversed(prefix.split(".")):
             model = nn.ModuleDict({word: model})
         model.config, model.prefix = made, prefix  # type: ignore[assignment]
@@ -289,6 +289,76 @@ def test_both_halves_of_a_projector(name: str, tmp_path: Path) -> None:
         inside(16, H)(built)
         up, gate = (halves[f"{built.prefix}.{first}_{word}"] for word in ("up", "gate"))
         torch.testing.assert_close(product_of(Gated(layer, seen["given"], down, act), up, gate), seen["product"])
+
+
+SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], str, tuple[str, ...]]] = {
+    "focalnet": (
+        module(
+            *("FocalNet", "focalnet.modeling_focalnet", "FocalNetModulation", "stages.0.layers.0.modulation", 0, H),
+            focal_levels=[2],
+            focal_windows=[3],
+        ),
+        *(inside(5, 5, H), "projection_in", ("q", "ctx", "gates")),
+    ),
+    "wavtokenizer": (
+        module(
+            *("WavTokenizer", "wavtokenizer.modeling_wavtokenizer", "WavTokenizerISTFTHead", "head"),
+            decoder_hidden_size=2 * H,
+        ),
+        *(inside(9, 2 * H), "linear", ("magnitude", "phase")),
+    ),
+    "xcodec2": (
+        module(
+            *("Xcodec2", "xcodec2.modeling_xcodec2", "Xcodec2ISTFTHead", "acoustic_decoder.head"),
+            hidden_size=H,
+        ),
+        *(inside(9, H), "linear", ("magnitude", "phase")),
+    ),
+    "vits": (
+        module(
+            *("Vits", "vits.modeling_vits", "VitsTextEncoder", "text_encoder"),
+            hidden_size=H,
+            num_hidden_layers=1,
+            ffn_dim=24,
+            flow_size=12,
+        ),
+        lambda model: model.get_submodule("text_encoder")(
+            input_ids=torch.ones(2, 9, dtype=torch.long), padding_mask=torch.ones(2, 9, 1, dtype=torch.float64)
+        ),
+        *("project", ("mean", "log_variance")),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_outputs_that_mean_several_things(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model's own split of a layer's output gives is what the layer's parts give."""
+    make, run, layer, words = SEVERAL[name]
+    built = randomise(make())
+    save(built, tmp_path)
+    split: list[tuple[torch.Tensor, ...]] = []
+
+    def noted(own: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        def call(*args: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+            split.append(own(*args, **more))
+            return split[-1]
+
+        return call
+
+    given: list[torch.Tensor] = []
+    path = f"{built.prefix}.{layer}"
+    built.get_submodule(path).register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    monkeypatch.setattr(torch, "split", noted(torch.split))
+    monkeypatch.setattr(torch.Tensor, "chunk", noted(torch.Tensor.chunk))
+    with torch.no_grad():
+        run(built)
+    found = emitted(tmp_path)
+    last = next(one for one in reversed(split) if len(one) == len(words))
+    for word, expected in zip(words, last, strict=True):
+        (W,) = found[f"{path}_{word}"].slices
+        x = given[0].mT if isinstance(built.get_submodule(path), nn.Conv1d) else given[0]
+        own = x @ torch.from_numpy(W).T
+        torch.testing.assert_close(own if own.shape == expected.shape else own.movedim(-1, 1), expected)
 
 
 def test_gates_that_are_called_otherwise_on_disk(tmp_path: Path) -> None:
