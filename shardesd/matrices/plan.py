@@ -229,23 +229,30 @@ def _linear(
     row, pieces = cut
     for piece in pieces:
         kind = piece.block_type if piece.suffix and name.block_type != "expert" else name.block_type
-        M, N = piece.sides
-        matrix = MatrixRef(
-            longname=name.longname + piece.suffix,
-            tensor=tensor,
-            M=M,
-            N=N,
-            block_type=kind,
-            layer_index=name.layer_index,
-            fold=piece.fold if piece.suffix else None,
-            pick=piece.pick if piece.suffix else None,
-            whole=whole and not piece.suffix,
-            note=row.note,
-        )
+        matrix = _piece(tensor, name, kind, piece, row, whole=whole)
         if context.options.per_head:
             yield from _heads(matrix, headed(piece, _stored(row, tensor, context), kind), row, stored_name, context)
         else:
             yield _checked(matrix, context)
+
+
+def _piece(
+    tensor: TensorRef, name: Name, block_type: str, piece: Piece, row: Layout, *, whole: bool = True
+) -> MatrixRef:
+    """One matrix of a tensor, or all of it; `whole`: whether that is all that is stored under its name."""
+    M, N = piece.sides
+    return MatrixRef(
+        longname=name.longname + piece.suffix,
+        tensor=tensor,
+        M=M,
+        N=N,
+        block_type=block_type,
+        layer_index=name.layer_index,
+        fold=piece.fold if piece.suffix else None,
+        pick=piece.pick if piece.suffix else None,
+        whole=whole and not piece.suffix,
+        note=row.note,
+    )
 
 
 def _stored(row: Layout, tensor: TensorRef, context: Context) -> Layout:
@@ -271,10 +278,8 @@ def _heads(
 
 
 def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
-    M, N = tensor.shape[:2]
-    kernel = tensor.shape[2:]
     if context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
-        N = prod(tensor.shape[1:])
+        M, N = tensor.shape[0], prod(tensor.shape[1:])
         flat = MatrixRef(
             longname=name.longname,
             tensor=tensor,
@@ -286,40 +291,31 @@ def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef
         )
         yield _checked(flat, context)
         return
+    kernel = tensor.shape[2:]
     row, pieces = context.cut(name.longname, tensor.shape)
     for piece in pieces:
-        M, N = piece.sides
-        part = name._replace(longname=name.longname + piece.suffix)
-        if eligible.is_excluded(part.longname, context.options):
-            yield _skip(part, tensor, eligible.EXCLUDED)
-        elif min(M, N) == 1:
-            yield _skip(part, tensor, eligible.ONE_INPUT if N == 1 else eligible.ONE_OUTPUT)
-        else:
-            yield MatrixRef(
-                longname=part.longname,
-                tensor=tensor,
-                M=M,
-                N=N,
-                block_type=part.block_type,
-                layer_index=part.layer_index,
-                fold=(*piece.fold, *kernel) if piece.suffix else None,
-                pick=piece.pick if piece.suffix else None,
-                slices=prod(kernel),
-                scale=CONV_SCALE,
-                whole=not piece.suffix,
-                note=row.note,
-            )
+        one = _piece(tensor, name, name.block_type, piece, row)
+        fold = None if one.fold is None else (*one.fold, *kernel)
+        pooled = replace(one, fold=fold, slices=prod(kernel), scale=CONV_SCALE)
+        yield _checked(pooled, context, is_pooled=True)
 
 
-def _checked(matrix: MatrixRef, context: Context, *, is_head: bool = False) -> MatrixRef | Skip:
-    """`matrix`, or why it is left out after all. Heads are elongated, and whoever asks for them means them."""
+def _checked(
+    matrix: MatrixRef, context: Context, *, is_head: bool = False, is_pooled: bool = False
+) -> MatrixRef | Skip:
+    """`matrix`, or why it is left out after all. Heads are elongated, and whoever asks for them means them; what is
+    pooled from a kernel's positions may be, too."""
     M, N, options = matrix.M, matrix.N, context.options
     if eligible.is_excluded(matrix.longname, options):
         reason = eligible.EXCLUDED
+    elif min(M, N) == 1 and is_pooled:
+        reason = eligible.ONE_INPUT if N == 1 else eligible.ONE_OUTPUT
     elif min(M, N) == 1:
         reason = eligible.ONE_ROW
+    elif is_head or is_pooled:
+        return matrix
     # Whoever asks for embeddings means them, and nearly all are elongated.
-    elif not is_head and matrix.block_type not in ("embedding", "position") and eligible.is_elongated(M, N, options):
+    elif matrix.block_type not in ("embedding", "position") and eligible.is_elongated(M, N, options):
         reason = eligible.ASPECT
     else:
         return matrix

@@ -66,6 +66,7 @@ QKV = parts("q", "k", "v")
 Q_THEN_KV = parts("q: heads * head_dim", "k", "v")
 GATE_UP = parts("gate", "up")
 UP_GATE = parts("up", "gate")
+KEY_VALUE = parts("k", "v")
 ALL_ONE_KEY = parts("q", "k: head_dim", "v: head_dim", k="1", v="1")
 OWN_HEADS = parts("q", "k", "v", k="heads", v="heads")
 BY_GROUP = parts("q", "k: head_dim", "v: head_dim")
@@ -81,7 +82,7 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         parts=parts("q: heads * head_dim", "k", "v", k="1", v="1"),
     ),
     Layout(names="c_attn", models=("qwen",), parts=QKV),
-    Layout(names=r"crossattention\.c_attn", transposed=True, when="columns == 2 * rows", parts=parts("k", "v")),
+    Layout(names=r"crossattention\.c_attn", transposed=True, when="columns == 2 * rows", parts=KEY_VALUE),
     Layout(names="c_attn", transposed=True, when="columns == 3 * rows", parts=QKV),
     Layout(names=r"(?:attn|attention)\.c_proj", models=CONV1D, transposed=True),
     Layout(names=r"q_attn", models=CONV1D, transposed=True),
@@ -150,8 +151,8 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         parts=parts("q: qk_nope_head_dim + qk_rope_head_dim", "gate: v_head_dim", q="heads"),
     ),
     # Keys, then values.
-    Layout(names="to_kv", models=("granite_speech*", "evolla*"), parts=parts("k", "v")),
-    Layout(names="kv_proj", models=("jetmoe",), parts=parts("k", "v")),
+    Layout(names="to_kv", models=("granite_speech*", "evolla*"), parts=KEY_VALUE),
+    Layout(names="kv_proj", models=("jetmoe",), parts=KEY_VALUE),
     Layout(
         names="q_proj",
         models=GATED_Q,
@@ -234,8 +235,7 @@ MLP: tuple[Layout, ...] = (
     Layout(names=r"mlp\.fc1\.proj", models=("clvp*",), parts=UP_GATE),
     # Convolutions with a gated linear unit.
     Layout(names=r"pointwise_conv1", models=GLU_CONV, conv=True, parts=UP_GATE),
-    Layout(names=r"adapter\.layers\.\d+\.conv", models=GLU_CONV, conv=True, parts=UP_GATE),
-    Layout(names=r"adapter\.layers\.\d+\.(?:residual|self_attn)_conv", models=GLU_CONV, conv=True, parts=UP_GATE),
+    Layout(names=r"adapter\.layers\.\d+\.(?:(?:residual|self_attn)_)?conv", models=GLU_CONV, conv=True, parts=UP_GATE),
     Layout(names=r"conv\.up_conv", models=("granite_speech*",), conv=True, parts=UP_GATE),
     Layout(names=r"conv\.conv_layers\.\d+", models=("speech_to_text",), conv=True, parts=UP_GATE),
     Layout(names=r"glu\.ext_pw_conv_1d", models=("phi4_multimodal*",), conv=True, parts=UP_GATE),
@@ -260,7 +260,7 @@ EXPERTS: tuple[Layout, ...] = (
     # Inputs × outputs in each expert. gpt-oss has gate and up in turns.
     Layout(names=r"experts\.gate_up_proj", models=("gpt_oss",), transposed=True, groups="columns / 2", parts=GATE_UP),
     Layout(names=r"experts\.gate_up_proj", models=("llama4*", "openai_privacy_filter"), transposed=True, parts=GATE_UP),
-    Layout(names=r"experts\.(?:gate_up_proj|fc1)", models=("aria*",), transposed=True, parts=parts("gate", "up")),
+    Layout(names=r"experts\.(?:gate_up_proj|fc1)", models=("aria*",), transposed=True, parts=GATE_UP),
     # On disk inputs × outputs, in the running model outputs × inputs; where these are equal, as on disk.
     Layout(
         names=r"experts\.gate_up_proj",
