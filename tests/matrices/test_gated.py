@@ -18,6 +18,7 @@ import torch
 from emitted import Emitted, emitted
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
+from safetensors.torch import save_file
 from torch import nn
 
 import shardesd
@@ -435,7 +436,7 @@ def test_a_backbone_is_cut_as_by_itself(tmp_path: Path) -> None:
 
 def test_globs_see_the_halves(tmp_path: Path) -> None:
     save(randomise(CASES["wav2vec2-conformer"][0]()), tmp_path)
-    everything = {**emitted(tmp_path)}
+    everything = emitted(tmp_path)
     path = "encoder.layers.0.conv_module.pointwise_conv1"
     convs = {name for name, one in everything.items() if name.endswith("_gate") and one.block_type == "conv"}
     assert len(convs) == 3
@@ -465,7 +466,5 @@ def test_a_users_row_for_a_convolution(tmp_path: Path) -> None:
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
     model.config.save_pretrained(folder)
