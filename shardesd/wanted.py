@@ -108,10 +108,6 @@ class Wanted:
         while path is not None:
             shard = open_local(self.checkpoint, ref, path)
             if shard is not None:
-                with self._lock:
-                    unread = self._peeked.pop(ref.name, None)
-                if unread is not None:  # another scan has downloaded it meanwhile
-                    unread.close()
                 return shard
             path = self.checkpoint.source.path(ref.name) if self.whole(ref) else None
         with self._lock:

@@ -110,13 +110,19 @@ class Fetcher:
     def __iter__(self) -> Iterator[tuple[ShardRef, Path | None]]:
         for number, shard in enumerate(self._shards):
             path = self._source.local(shard.name)
-            if path is None:
-                with self._changed:
+            with self._changed:
+                # What is under way here is not handed out because another scan has brought it: if it were worked
+                # off and removed first, the download would bring it once more, for nobody to remove.
+                if path is None or shard.name in self._downloads:
                     self._changed.wait_for(lambda: self._closed or self._begin_next())
                     if self._closed:
                         return
                     # Another scan has brought it meanwhile, and may remove it again: for this one to decide anew.
                     download = self._downloads.get(shard.name) or self._begin(shard)
+                else:
+                    download = None
+                    self._handed = number + 1  # none begins from here on
+            if download is not None:
                 path = download.result()
             with self._changed:
                 self._downloads.pop(shard.name, None)

@@ -187,3 +187,29 @@ class _Meanwhile:
 def test_a_shard_that_another_process_brings_meanwhile() -> None:
     ref = ShardRef(name="a")
     assert list(fetch_in_order(_Meanwhile(), [ref], lambda event: None)) == [(ref, Path("a"))]  # type: ignore[arg-type]
+
+
+class _Brought:
+    """A source whose second file is brought by somebody else while its download here is under way."""
+
+    def __init__(self) -> None:
+        self.brought, self.free = threading.Event(), threading.Event()
+        self.done: list[str] = []
+
+    def local(self, name: str) -> Path | None:
+        return Path(name) if name == "b" and self.brought.is_set() else None
+
+    def path(self, name: str, progress: object = None) -> Path:
+        assert name == "a" or self.free.wait(5)
+        self.done.append(f"{name} downloaded")
+        return Path(name)
+
+
+def test_a_shard_is_not_handed_out_before_its_own_download_has_ended() -> None:
+    """Removed before that ends, it would be brought once more and stay."""
+    source = _Brought()
+    for shard, _ in fetch_in_order(source, [ShardRef(name="a"), ShardRef(name="b")], lambda event: None):  # type: ignore[arg-type]
+        source.done.append(f"{shard.name} handed out")
+        source.brought.set()
+        threading.Timer(0.2, source.free.set).start()
+    assert source.done == ["a downloaded", "a handed out", "b downloaded", "b handed out"]
