@@ -21,25 +21,21 @@ class Closable(Protocol):
     def close(self) -> None: ...
 
 
-_alive: set[threading.Thread] = set()
+_started: set[threading.Thread] = set()
 _open: weakref.WeakSet[Closable] = weakref.WeakSet()
 _registered: list[object] = []
 
 
 def start(target: Callable[..., None], name: str, *args: object) -> None:
     """Starts a thread that `_wait` waits for."""
-
-    def run() -> None:
-        try:
-            target(*args)
-        finally:
-            _alive.discard(thread)
-
     if not _registered:
         _registered.append(atexit.register(_wait))
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    _alive.add(thread)
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    # Those that have ended are found here: when its target is done a thread hasn't, and what is local to it, a GPU's
+    # buffers too, goes then.
+    _started.difference_update([one for one in list(_started) if not one.is_alive()])
     thread.start()
+    _started.add(thread)
 
 
 def close_at_exit(what: Closable) -> None:
@@ -51,5 +47,5 @@ def _wait() -> None:
     for what in list(_open):
         what.close()
     until = time.monotonic() + _EXIT_SECONDS
-    for thread in list(_alive):
+    for thread in list(_started):
         thread.join(max(0.0, until - time.monotonic()))
