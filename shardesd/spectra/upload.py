@@ -21,8 +21,8 @@ from shardesd.spectra.staging import LOOK, PATIENCE, UPLOAD_BYTES, Buffer, Bytes
 if TYPE_CHECKING:
     import torch
 
-PACKED_BYTES = 8_000_000
-"""The largest matrix that travels together with others."""
+PACKED_BYTES = 1 << 23
+"""The largest matrix that travels together with others: 2048 × 2048 of 16 bits."""
 
 _AHEAD = 3
 """Buffers that a thread reads into, or has read into and not sent: of two at once, since what reads has nothing to do
