@@ -51,8 +51,8 @@ class _Tensor:
     ref: TensorRef
     name: matrices.Name
     ranges: dict[_Range, metrics.Moments | None]
-    longnames: list[str] | None
-    """Of its matrices; None where a part of it is left out."""
+    designs: dict[str, int] | None
+    """Of its matrices, longname → how many singular values; None where a part of it is left out."""
 
 
 @dataclass(slots=True)
@@ -107,13 +107,13 @@ class Statistics:
                 sent.append(ref)
             else:
                 alone += pieces(ref, PIECE_BYTES) if in_pieces else (ref,)
-        whole = all(isinstance(item, MatrixRef) for item in items)
+        designs = {item.longname: item.slices * min(item.M, item.N) for item in items if isinstance(item, MatrixRef)}
         with self._lock:
             self._tensors[tensor.name] = _Tensor(
                 tensor,
                 matrices.parse_name(tensor.name),
                 dict.fromkeys([*carriers, *((piece.start, piece.end) for piece in (*sent, *alone))]),
-                [item.longname for item in items] if whole else None,
+                designs if len(designs) == len(items) else None,
             )
         self._for_gpus += sent
         self._alone += alone
@@ -310,10 +310,12 @@ def _row(tensor: _Tensor, template: Row, ranks: Callable[[str], metrics.Ranks | 
             **{"mean": total.mean, "std": total.std, "var": total.var},
             **{"min": total.low, "max": total.high, "sparsity": total.sparsity},
         }
-    each = [ranks(longname) for longname in tensor.longnames or ()]
+    designs = tensor.designs or {}
+    each = [ranks(longname) for longname in designs]
     known = [one for one in each if one is not None]
     if each and len(known) == len(each):
-        design, actual, svd_90 = (sum(getattr(one, what) for one in known) for what in ("design", "actual", "svd_90"))
+        design = sum(designs.values())  # more than λ where those of a product of thin factors are all that can be > 0
+        actual, svd_90 = sum(one.actual for one in known), sum(one.svd_90 for one in known)
         values |= {"matrices": len(known), "design_rank": design, "actual_rank": actual, "rank_ratio": actual / design}
         values |= {"svd_90_percent_rank": svd_90, "svd_90_percent_ratio": svd_90 / design}
     return StatsRow(

@@ -10,15 +10,12 @@ from shardesd.adapters.config import AdapterConfig
 from shardesd.adapters.edits import Edit, Read, Scale
 from shardesd.adapters.match import Fits, Index
 from shardesd.adapters.names import Group
+from shardesd.conv1d import is_conv1d
 from shardesd.errors import MalformedAdapter, UnmatchedAdapter
 from shardesd.records import TensorRef
 
 Placed = list[tuple[str, Edit]]
 """(base tensor, what is done to it)."""
-
-# transformers' classes that store linear layers as (in, out), and what those layers are called in them.
-_CONV1D_MODELS = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer")
-_CONV1D_LAYERS = ("c_attn", "c_proj", "c_fc", "q_attn")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,9 +128,7 @@ class Setting:
         if self.hints:
             return self.hints.get(name) == "conv1d"
         model_type = self.model.get("model_type")
-        if model_type in _CONV1D_MODELS:
-            return name.split(".")[-2] in _CONV1D_LAYERS
-        return self.config.fan_in_fan_out if not model_type else False
+        return is_conv1d(name, model_type) if model_type else self.config.fan_in_fan_out
 
     def place_tied(self, head: str) -> None:
         """Make a head that shares the embedding's weight a tensor of its own, for a replacement."""

@@ -3,9 +3,9 @@
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, since a hostile one keeps the
 package's own reader busy for ever; block sizes, dequantisation and name maps are the package's.
 
-llama.cpp permutes the rows of some architectures' q and k matrices (within each head, for its rotary embedding). That
-is not undone: a spectrum doesn't depend on the order of rows. What it does to fused matrices is undone: a split would
-take the wrong rows.
+llama.cpp permutes the rows of some architectures' q and k matrices (within each head, for its rotary embedding), and
+those of fused ones. That is undone: a spectrum doesn't depend on the order of rows, but an adapter's delta, another
+checkpoint that is subtracted, and a split do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed
+from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed, rotated
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
@@ -47,6 +47,8 @@ class Blocks(Encoding):
     heads: tuple[int, int] | None = None
     """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
     heads of q a group has, and how many groups there are."""
+    rotated: int = 0
+    """Rows of a head of q or k, see `gguf_names.rotated`."""
 
     @property
     def by_rows(self) -> bool:
@@ -61,6 +63,9 @@ class Blocks(Encoding):
             out *= factors[matrix if len(factors) > 1 else 0]
 
     def _decode_heads(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
+        if self.rotated:
+            self._decode_rotated(read, start, stop, out)
+            return
         if self.heads is None:
             at = matrix * self.shape[-2]
             self._decode(read, at + start, at + stop, out)
@@ -71,6 +76,18 @@ class Blocks(Encoding):
             end = min(stop, (row // size + 1) * size)
             stored = self._head(row // size) * size + row % size
             self._decode(read, stored, stored + end - row, out[row - start : end - start])
+            row = end
+
+    def _decode_rotated(self, read: Read, start: int, stop: int, out: np.ndarray) -> None:
+        size = self.rotated
+        whole = np.empty((size, self.shape[1]), np.float32)
+        row = start
+        while row < stop:  # head by head
+            begin = row // size * size
+            end = min(stop, begin + size)
+            self._decode(read, begin, begin + size, whole)
+            turn, pair = np.divmod(np.arange(row - begin, end - begin), size // 2)
+            out[row - start : end - start] = whole[2 * pair + turn]
             row = end
 
     def _head(self, wanted: int) -> int:
@@ -140,7 +157,8 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
             parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
         stored = _Stored(hf_name(name, config), shape, quantisation.name, start, start + nbytes)
         transposed = is_transposed(name, config)
-        tensor = _tensor(stored, shard, transposed=transposed, heads=fused_heads(name, shape, config))
+        heads, turned = fused_heads(name, shape, config), rotated(name, shape, config)
+        tensor = _tensor(stored, shard, transposed=transposed, heads=heads, rotated=turned)
         factor = scales.get(f"{name.removesuffix('.weight')}.scale") or scales.get(f"{name}.scale")
         tensors.append(_with_factor(tensor, factor) if factor and factor.end <= parser.size else tensor)
     return Header(
@@ -161,14 +179,14 @@ class _Stored:
     end: int
 
 
-def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, int] | None) -> TensorRef:
+def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, int] | None, rotated: int) -> TensorRef:
     plain = _PLAIN.get(stored.type)
     transposed = transposed and len(stored.shape) == 2
     if plain is not None:
         tensor = TensorRef(
             name=stored.name, dtype=plain, shape=stored.shape, shard=shard, start=stored.start, end=stored.end
         )
-        if not (transposed or heads) or plain not in ("F32", "F16", "BF16"):
+        if not (transposed or heads or rotated) or plain not in ("F32", "F16", "BF16"):
             return tensor
         codes = tensor
     else:
@@ -186,6 +204,7 @@ def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, 
         type=stored.type,
         transposed=transposed,
         heads=heads,
+        rotated=rotated,
     )
     seen = decoded(encoding, stored.name)
     return seen if len(stored.shape) > 1 else replace(seen, shape=stored.shape)

@@ -36,6 +36,7 @@ _BLOCKS = {
     "mpt": "transformer.blocks.",
     "gptneox": "gpt_neox.layers.",
     "mamba": "backbone.layers.",
+    "mamba2": "backbone.layers.",
 }
 """What the names of an architecture's blocks begin with; ``model.layers.`` for all others."""
 _OUTSIDE = {
@@ -44,6 +45,7 @@ _OUTSIDE = {
     "phi2": ("model.embed_tokens", "model.final_layernorm", "lm_head"),
     "gptneox": ("gpt_neox.", "embed_out"),
     "mamba": ("backbone.", "lm_head"),
+    "mamba2": ("backbone.", "lm_head"),
     "mpt": ("transformer.wte", "transformer.norm_f"),
     **dict.fromkeys(("gpt2", "starcoder", "gptj"), ("transformer.w", "transformer.ln_f")),
     **dict.fromkeys(("falcon", "bloom"), ("transformer.word_embeddings", "transformer.ln_f")),
@@ -51,7 +53,7 @@ _OUTSIDE = {
 _OTHERS_OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 _PREFERRED: dict[str, tuple[str, ...]] = {
     "phi2": ("self_attn.dense", "mlp.fc1", "mlp.fc2"),
-    "phi3": ("mlp.gate_up_proj",),
+    **dict.fromkeys(("phi3", "glm4", "chatglm", "modern-bert"), ("mlp.gate_up_proj",)),
     "starcoder2": ("mlp.c_fc", "mlp.c_proj"),
     "llama": ("mlp.up_proj", "block_sparse_moe.gate", *(f"block_sparse_moe.experts.w{i}" for i in (1, 2, 3))),
     "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2"),
@@ -82,6 +84,7 @@ _COUNTS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
+    "rope.dimension_count": "gguf_rotary",
     "block_count": "num_hidden_layers",
     "vocab_size": "vocab_size",
     "expert_count": "num_local_experts",
@@ -107,6 +110,29 @@ def hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     """Whether Hugging Face keeps the transpose: GPT-2's Conv1D."""
     return config.get("gguf_architecture") == "gpt2" and bool(_CONV1D.fullmatch(name))
+
+
+_ROTARY = re.compile(r"blk\.[0-9]+\.attn_([qk])\.weight")
+_ROTATED = frozenset(
+    (
+        *("llama", "deci", "arcee", "smollm3", "mistral3", "nanbeige", "granite", "granitemoe", "granitehybrid"),
+        *("minicpm", "internlm2", "baichuan", "xverse", "olmo", "bailingmoe", "llada"),
+    )
+)
+"""Architectures whose converters permute q and k: ``undo_permute``, or a call of ``permute``, in llama.cpp's."""
+
+
+def rotated(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:
+    """Rows of a head, for q or k whose rows llama.cpp has permuted within each head: row t·half + j lies at 2·j + t;
+    0 where it hasn't."""
+    match = _ROTARY.fullmatch(name)
+    if not match or config.get("gguf_architecture") not in _ROTATED or len(shape) != 2:
+        return 0
+    heads = config.get("num_attention_heads", 0)
+    if match[1] == "k":
+        heads = config.get("num_key_value_heads", heads)
+    rows = shape[0] // heads if heads else config.get("head_dim", config.get("gguf_rotary", 0))
+    return rows if rows and rows % 2 == 0 and shape[0] % rows == 0 else 0
 
 
 def fused_heads(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int] | None:

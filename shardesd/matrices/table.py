@@ -6,6 +6,7 @@ row that fits decides.
 
 from __future__ import annotations
 
+from shardesd import conv1d
 from shardesd.matrices.layouts import BLOCK_TYPE_OF_SUFFIX, Layout, Part, Table
 from shardesd.matrices.userfile import read_layouts
 
@@ -14,8 +15,6 @@ def _models(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-CONV1D = _models("gpt2 openai-gpt imagegpt decision_transformer")
-"""transformers' Conv1D keeps inputs × outputs."""
 MLA = _models(
     "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl_v2 kimi_k2 kimi_linear glm4_moe_lite longcat_flash minicpm3"
     " mistral4 mistral_large4* axk* youtu glm_moe_dsa glm5_next* bailing_hybrid dots3_note* hy_v4*"
@@ -84,8 +83,8 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     Layout(names="c_attn", models=("qwen",), parts=QKV),
     Layout(names=r"crossattention\.c_attn", transposed=True, when="columns == 2 * rows", parts=KEY_VALUE),
     Layout(names="c_attn", transposed=True, when="columns == 3 * rows", parts=QKV),
-    Layout(names=r"(?:attn|attention)\.c_proj", models=CONV1D, transposed=True),
-    Layout(names=r"q_attn", models=CONV1D, transposed=True),
+    Layout(names=r"(?:attn|attention)\.c_proj", models=conv1d.MODELS, transposed=True),
+    Layout(names=r"q_attn", models=conv1d.MODELS, transposed=True),
     # Heads side by side, each with its q, k, v.
     Layout(
         names="query_key_value",

@@ -16,8 +16,6 @@ ENERGY = 0.9
 class Ranks:
     """Of one matrix, or summed over several."""
 
-    design: int
-    """How many singular values there are: the shorter side (times the kernel's positions for a convolution)."""
     actual: int
     """How many σ exceed 1e-6·σmax."""
     svd_90: int
@@ -31,4 +29,4 @@ def ranks(eigs_BN: ArrayLike) -> list[Ranks]:
     size = descending.shape[1]
     actual = (np.sqrt(descending) > RELATIVE * np.sqrt(descending[:, :1])).sum(axis=1)
     below = (energy < ENERGY * energy[:, -1:]).sum(axis=1)
-    return [Ranks(size, one, min(k + 1, size)) for one, k in zip(actual.tolist(), below.tolist(), strict=True)]
+    return [Ranks(one, min(k + 1, size)) for one, k in zip(actual.tolist(), below.tolist(), strict=True)]

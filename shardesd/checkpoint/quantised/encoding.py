@@ -57,6 +57,38 @@ class Encoding(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turned(Encoding):
+    """The transpose of one matrix: what a quantiser has made a linear layer of, as the model itself keeps it."""
+
+    stored: Encoding
+
+    @property
+    def by_rows(self) -> bool:
+        """See `Encoding.by_rows`."""
+        return False
+
+    @property
+    def parts(self) -> tuple[TensorRef, ...]:
+        """See `Encoding.parts`."""
+        return self.stored.parts
+
+    def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
+        """See `Encoding.decode`."""
+        rows, columns = self.stored.shape
+        count = rows if not self.stored.by_rows else max(1, STRIP_BYTES // (4 * columns))
+        for first in range(0, rows, count):
+            last = min(rows, first + count)
+            values = np.empty((last - first, columns), np.float32)
+            self.stored.decode(read, matrix, first, last, values)
+            out[:, first:last] = values[:, start:stop].T
+
+
+def turned(encoding: Encoding) -> Turned:
+    """The transpose of a matrix."""
+    return Turned(label=encoding.label, shape=encoding.shape[::-1], quantised=encoding.quantised, stored=encoding)
+
+
 def decoded(encoding: Encoding, name: str) -> TensorRef:
     """The tensor called `name` that `encoding` gives: F32, its bytes counted as if the decoded elements were stored."""
     codes = encoding.parts[0]

@@ -8,8 +8,9 @@ from typing import Any
 
 from shardesd.checkpoint.quantised import bitsandbytes, fp4, packed, scaled
 from shardesd.checkpoint.quantised.codes import FLOAT8
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded, turned
 from shardesd.checkpoint.quantised.settings import Settings, torchao_types
+from shardesd.conv1d import is_conv1d
 from shardesd.errors import MatrixError
 from shardesd.records import TensorRef
 
@@ -18,6 +19,13 @@ _ToCome = Callable[[str], bool]
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 """torchao's tensors that keep one code an element."""
+_REFUSED = {
+    "sparse": "compressed-tensors' sparse bitmasks are not supported",
+    "hqq": "HQQ is not supported",
+    "marlin": "Marlin's layout is not supported",
+    "quanto": "optimum-quanto is not supported",
+}
+"""Kind → why it can't be decoded."""
 _STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
 
 
@@ -46,11 +54,15 @@ _FAMILIES = (
         ".weight",
         (
             *(f".weight{end}" for end in _SCALES),
-            *(".scale", ".scale_weight", ".pre_quant_scale", ".SCB", ".weight_format"),
+            *(".scale", ".scale_weight", ".qscale_weight", ".pre_quant_scale", ".SCB", ".weight_format"),
             *(f".weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
             *_STATES,
         ),
     ),
+    _Family("sparse", ".compressed", (".bitmask", ".shape", ".row_offsets")),
+    _Family("hqq", ".W_q", (".scale", ".zero")),
+    _Family("marlin", ".B", (".s", ".workspace")),
+    _Family("quanto", ".weight._data", (".weight._scale",)),
     # Parameters that are called weights nowhere: stacked experts.
     _Family("codes", "", _SCALES, ""),
 )
@@ -67,6 +79,9 @@ class Modules:
         self._waiting: list[TensorRef] = []
         self._crossing: set[str] = set()
         self._types: dict[str, str] = {}
+        self._scales: dict[str, list[str]] = {}
+        """Module → names of what may be its scales, under whatever name."""
+        self._model_type = config.get("model_type")
 
     def learn(
         self,
@@ -87,6 +102,10 @@ class Modules:
         self._types.update(torchao_types(metadata or {}))
         new = list(tensors)
         self._stored.update((tensor.name, tensor) for tensor in new)
+        for tensor in new:
+            if "scal" in tensor.name:
+                module = tensor.name.rpartition(".")[0]
+                self._scales.setdefault(module.removesuffix(".weight"), []).append(tensor.name)
         before = self._waiting
         todo, self._waiting = [*before, *new], []
 
@@ -144,8 +163,12 @@ class Modules:
         elif not parts and not complete:
             self._waiting.append(tensor)
         else:
+            if family.kind == "words" or isinstance(encoding, bitsandbytes.Blockwise4) or ".SCB" in parts:
+                # Whose layers are linear ones, whatever the model's own are.
+                encoding = turned(encoding) if is_conv1d(base + family.weight, self._model_type) else encoding
             seen = decoded(encoding, base + family.weight)
-            yield replace(seen, shape=tensor.shape) if seen.numel == tensor.numel and family.kind == "codes" else seen
+            kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
+            yield replace(seen, shape=tensor.shape) if kernel else seen
 
     def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[_Family, str] | None:
         for family in _FAMILIES:
@@ -158,6 +181,10 @@ class Modules:
     def _is_codes(self, tensor: TensorRef, family: _Family, base: str, to_come: _ToCome) -> bool:
         if family.kind == "blocks":
             return tensor.dtype == "U8" and (f"{base}_scales" in self._stored or to_come(f"{base}_scales"))
+        if family.kind in _REFUSED:
+            beside = base + family.others[0]
+            fits = len(tensor.shape) == 2 and (family.kind != "marlin" or tensor.dtype in _INTEGERS)
+            return fits and (beside in self._stored or to_come(beside))
         if family.kind == "codes":
             if len(tensor.shape) < 2:
                 return False
@@ -170,6 +197,8 @@ class Modules:
 
     def _encoding(self, kind: str, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         """How the weight is decoded; None for a tensor that is none of a quantised weight. Raises `Undecodable`."""
+        if kind in _REFUSED:
+            raise Undecodable(_REFUSED[kind])
         if kind == "words":
             return self._words(codes, parts)
         if kind == "packed":
@@ -225,7 +254,8 @@ class Modules:
             return scaled.bnb_int8(codes, parts[".SCB"])
         if ".pre_quant_scale" in parts:
             raise Undecodable("its inputs are scaled too (pre_quant_scale)")
-        scales = [parts[end] for end in ("_scale_inv", "_scale", ".scale", ".scale_weight") if end in parts]
+        ends = ("_scale_inv", "_scale", ".scale", ".scale_weight", ".qscale_weight")
+        scales = [parts[end] for end in ends if end in parts]
         if len(scales) > 1:
             raise Undecodable(f"it has several scales: {', '.join(scale.name for scale in scales)}")
         factor, zero = parts.get("_scale_2"), parts.get("_zero_point")
@@ -239,7 +269,16 @@ class Modules:
             return None
         if self._settings.method:
             raise Undecodable(f"{codes.dtype} codes of quant_method '{self._settings.method}' without scales")
+        if (unknown := self._unknown_scale(codes.name)) is not None:
+            raise Undecodable(f"how '{unknown}' scales it isn't known")
         return scaled.plain(codes)
+
+    def _unknown_scale(self, codes: str) -> str | None:
+        """The name of what may well scale codes that have no scale of a known name."""
+        module = codes.removesuffix(".weight")
+        beside = self._scales.get(module, []) + self._scales.get(module.rpartition(".")[0], [])
+        own = (f"{module}.", f"{module}_")
+        return next((name for name in beside if name.startswith(own)), None)
 
 
 def weight_names(names: Iterable[str]) -> frozenset[str]:
@@ -253,8 +292,8 @@ def weight_names(names: Iterable[str]) -> frozenset[str]:
 def _weight(name: str, stored: frozenset[str]) -> Iterator[str]:
     if any(base + family.codes in stored for family, base in _owners(name)):
         return
-    for family in _FAMILIES[:4]:
-        if name.endswith(family.codes):
+    for family in _FAMILIES:
+        if family.kind != "codes" and name.endswith(family.codes):
             base = name.removesuffix(family.codes)
             if any(base + end in stored for end in family.others):
                 yield base + family.weight

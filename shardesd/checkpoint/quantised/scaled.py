@@ -173,6 +173,8 @@ def _block(shape: tuple[int, int], grid: tuple[int, int], sizes: tuple[tuple[int
             found.append(1)
         elif length % count == 0 and grid[0] in (1, shape[0]):  # groups along a row are of one length
             found.append(length // count)
+            if grid[0] < shape[0] and found[-1] != _USUAL_BLOCK and fits(length, count, _USUAL_BLOCK):
+                raise Undecodable(f"its {grid} scales may be of blocks of {found[-1]} or of {_USUAL_BLOCK} columns")
         elif fits(length, count, _USUAL_BLOCK):
             found.append(_USUAL_BLOCK)
         else:

@@ -6,6 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_AUTO_ROUND: dict[str, tuple[str, str]] = {
+    "auto_round:auto_gptq": ("gptq", "gptq"),
+    "auto_round": ("gptq", "gptq_v2"),
+    "auto_round:gptqmodel": ("gptq", "gptq_v2"),
+    "auto_round:auto_awq": ("awq", "gemm"),
+}
+"""auto-round's packing_format → whose format it is, of what layout (auto_round/inference/backend.py)."""
 _LONGEST = 10_000  # characters of a metadata value that is looked into
 
 
@@ -28,6 +35,9 @@ class Settings:
         """GPTQ's checkpoint_format, AWQ's version."""
         if found.get("is_marlin_format") is True:
             self.layout = "marlin"
+        if self.method in ("auto-round", "intel/auto-round"):
+            packing = str(found.get("packing_format", found.get("backend")))
+            self.method, self.layout = _AUTO_ROUND.get(packing, ("gptq", packing[:40]))
         self.blocks: tuple[tuple[int, int], ...] = tuple(_blocks(found, weights))
         """Rows and columns that one scale holds for."""
         group = found.get("group_size")
