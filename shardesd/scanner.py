@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, fields, replace
 from fnmatch import fnmatchcase
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from shardesd import matrices, spectra
-from shardesd.engine import Device, Engine, available_memory, cpu_device, discover, peak_memory
+from shardesd.engine import Device, Engine, available_memory, close_at_exit, cpu_device, discover, peak_memory
 from shardesd.errors import OptionError
 from shardesd.events import Event, Notice, ScanFinished, ScanStarted
 from shardesd.keep import Keep
@@ -99,7 +99,9 @@ def stream(
     Arguments as for `scan`. Closing the iterator ends the scan.
     """
     what = What(model=model, revision=revision, base=base, adapters=_several(adapter), minus=minus)
-    return _Scan(what, _options(options, changes), None, on_event, None).rows()
+    rows = _Scan(what, _options(options, changes), None, on_event, None).rows()
+    close_at_exit(rows)
+    return rows
 
 
 def _several(adapter: Any) -> tuple[Any, ...]:
@@ -186,7 +188,7 @@ class _Scan:
         self._recomputed = 0
         self._unbatched: dict[str, str] = {}  # GPU → a note that the batched solver is missing there
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Generator[Row, None, None]:
         """Runs the scan. Rows of an earlier run come first."""
         options = self._options
         devices = self._engine.devices if self._engine else discover(options.device, options.gpu_memory_fraction)

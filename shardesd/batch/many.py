@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from shardesd.batch.listing import as_list, read_list
 from shardesd.batch.model import ListRow
 from shardesd.batch.runner import Batch
+from shardesd.engine import close_at_exit
 from shardesd.errors import OptionError
 from shardesd.events import BatchEvent
 from shardesd.options import BatchOptions, OutputOptions, ScanOptions
@@ -56,8 +57,10 @@ def scan_many(
         stop=stop,
     )
 
-    def results() -> Iterator[Result]:
+    def results() -> Generator[Result, None, None]:
         for row in work.run():
             yield load_result(Path(out), row.model_id, row.revision, show_skipped=show_skipped)
 
-    return results()
+    found = results()
+    close_at_exit(found)
+    return found

@@ -4,6 +4,7 @@ from shardesd.engine.devices import Device, available_memory, cpu_count, cpu_dev
 from shardesd.engine.neighbours import GpuUse, Neighbours, Visible, load_nvml, visible_gpus
 from shardesd.engine.queue import Engine
 from shardesd.engine.shared import SharedEngine
+from shardesd.engine.threads import close_at_exit
 from shardesd.engine.work import DeviceState, Outcome, State, Task, Trouble
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Trouble",
     "Visible",
     "available_memory",
+    "close_at_exit",
     "cpu_count",
     "cpu_device",
     "discover",
