@@ -37,7 +37,7 @@ class Claims:
         path = self._path(name)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            beside = path.with_suffix(f".{self._scan}.tmp")
+            beside = path.with_suffix(".tmp")
             beside.write_text(json.dumps(note), "utf-8")
             os.replace(beside, path)
         except OSError as error:
@@ -47,12 +47,16 @@ class Claims:
             ) from error
 
     def forget(self, name: str) -> None:
-        """The file has been removed."""
-        with suppress(OSError):
-            self._path(name).unlink()
+        """The file has been removed: neither this scan nor a dead one claims it any more. Another may, that goes on."""
+        for path in (self._path(name), *(path for path, claimed in self._orphans() if claimed == name)):
+            with suppress(OSError):
+                path.unlink()
 
-    def orphans(self) -> Iterator[str]:
+    def orphans(self) -> list[str]:
         """Names of files whose claims are left of scans that this process has ended, or of dead processes here."""
+        return sorted({name for _, name in self._orphans()})
+
+    def _orphans(self) -> Iterator[tuple[Path, str]]:
         for path in sorted(self._folder.glob("*.json")) if self._folder.is_dir() else ():
             try:
                 note = json.loads(path.read_text("utf-8"))
@@ -62,14 +66,15 @@ class Claims:
                 continue
             ended = note["pid"] == os.getpid() and note.get("scan") not in _OPEN
             if host == platform.node() and (not alive or ended):
-                yield name
+                yield path, name
 
     def close(self) -> None:
         """This scan has ended: what it has not forgotten are orphans."""
         _OPEN.pop(self._scan, None)
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
+        """One for each scan: several may claim a file, and not all of them may live to remove it."""
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}-{self._scan}.json"
 
 
 def _process(pid: int) -> dict[str, float | None]:

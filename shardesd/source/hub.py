@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 from shardesd.errors import NoSpace, NotFound, Offline, SourceError
 from shardesd.records import ShardRef
 from shardesd.source.address import HubAddress
+from shardesd.source.bars import bars
 from shardesd.source.base import Progress, belonging, checked_name, file_id
 from shardesd.source.faults import cache_folder, endpoint, fault_of, source_error
 from shardesd.source.local import LocalSource
@@ -28,6 +29,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BRANCH = "main"
 _REQUEST_SECONDS = 15.0
 _EVICT_AGAIN_SECONDS = (0.05, 0.2, 1.0)
+_LOCK_SECONDS = 30.0
 
 
 def open_hub(address: HubAddress) -> HubSource:
@@ -170,21 +172,23 @@ class HubSource:
         for wait in (*_EVICT_AGAIN_SECONDS, None):
             path = self.local(name)
             try:
-                self._drop_broken_links()
-                held = scan_cache(self._repo_id)
-                if path is None:
-                    return
-                place = _real(path)
-                held.delete_files(
-                    *(
-                        file
-                        for repo in held.repos
-                        if repo.repo_type == "model" and repo.repo_id == self._repo_id
-                        for revision in repo.revisions
-                        for file in revision.files
-                        if _real(file.file_path) == place
-                    )
-                ).execute()
+                # One at a time: of two commits that share the content, each would leave it for the other's sake.
+                with self._evicting(), hushed():
+                    self._drop_broken_links()
+                    held = scan_cache(self._repo_id)
+                    if path is None:
+                        return
+                    place = _real(path)
+                    held.delete_files(
+                        *(
+                            file
+                            for repo in held.repos
+                            if repo.repo_type == "model" and repo.repo_id == self._repo_id
+                            for revision in repo.revisions
+                            for file in revision.files
+                            if _real(file.file_path) == place
+                        )
+                    ).execute()
                 if not path.exists():
                     return
                 why = "could not be removed from the Hub cache"
@@ -194,6 +198,12 @@ class HubSource:
             if wait is not None:
                 time.sleep(wait)
         raise SourceError(f"'{path or name or cache_folder()}' {why}")
+
+    def _evicting(self) -> FileLock:
+        """A lock of the repository, among huggingface_hub's own."""
+        folder = Path(cache_folder()) / ".locks" / _repo_folder(self._repo_id).name
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / "evicting.lock", timeout=_LOCK_SECONDS)
 
     def _drop_broken_links(self) -> None:
         """Removes the cache's own links to content that is gone, for which huggingface_hub passes over a model: one is
@@ -234,7 +244,7 @@ class HubSource:
         meter = Meter(ref.size, progress)
         meter.at(0)
         try:
-            with hushed(), _bars(meter) as options:
+            with hushed(), bars(meter) as options:
                 path = Path(
                     patiently(lambda: hf_hub_download(self._repo_id, full, revision=self._commit, **options), meter)
                 )
@@ -351,40 +361,3 @@ def _ref(sibling: Any) -> ShardRef:
 
 def _named(address: HubAddress) -> str:
     return f"'{address.repo_id}'" + (f" (revision '{address.revision}')" if address.revision else "")
-
-
-@contextmanager
-def _bars(meter: Meter) -> Iterator[dict[str, Any]]:
-    """Options for `hf_hub_download` that send its progress to `meter` and draw nothing."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
-
-    if "tqdm_class" not in inspect.signature(hf_hub_download).parameters:
-        # Version 1.0 takes no class: its bars can only be switched off, and nothing is heard until the end.
-        if are_progress_bars_disabled():
-            yield {}
-            return
-        disable_progress_bars()
-        try:
-            yield {}
-        finally:
-            enable_progress_bars()
-        return
-
-    class Bar(tqdm):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs["disable"] = True
-            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-            meter.total = meter.total or kwargs.get("total")
-            meter.at(int(kwargs.get("initial") or 0))
-
-        def update(self, n: float | None = 1) -> None:
-            meter.advance(int(n or 0))
-
-        def update_transfer(self, n: float) -> None:
-            """Bytes on the wire, which Xet counts apart from the file's."""
-
-        def set_transfer_postfix_str(self, *args: Any, **kwargs: Any) -> None:
-            """The wire's speed; nothing is drawn."""
-
-    yield {"tqdm_class": Bar}

@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
         },
         "sparse bitmask",
     ),
-    "hqq": ({"W_q": torch.ones(64, 32).bfloat16(), "scale": SCALE, "zero": SCALE}, "HQQ"),
+    "hqq": ({"W_q": torch.ones(64, 32).bfloat16(), "scale": SCALE, "zero": torch.ones(64, 1)}, "HQQ"),
     "marlin": ({"B": torch.ones(8, 256, dtype=torch.int32), "s": SCALE}, "Marlin"),
     "one row of blocks": (
         {"weight": torch.randn(64, 200).to(torch.float8_e4m3fn), "weight_scale_inv": torch.ones(1, 2)},

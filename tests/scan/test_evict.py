@@ -217,6 +217,46 @@ def test_content_that_another_commit_uses_stays(
     assert len(on_disk(tmp_path / "hub-cache")) == 1
 
 
+def test_content_that_two_commits_share_goes_though_both_are_evicted_at_once(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    sources = []
+    for branch in ("one", "two"):
+        (folder / "README.md").write_text(branch)
+        hub.add("org/name", folder, branch=branch)
+        sources.append(open_source(f"hf://org/name@{branch}"))
+    name = "model-00003-of-00010.safetensors"
+    for source in sources:
+        source.path(name)
+    from shardesd.source import hub as module
+
+    real, both = module.scan_cache, threading.Barrier(2)
+
+    def listed(repo_id: str) -> Any:
+        found = real(repo_id)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # so that each would see the other's entry, if it could
+        return found
+
+    monkeypatch.setattr(module, "scan_cache", listed)
+    threads = [threading.Thread(target=source.evict, args=(name,)) for source in sources]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert on_disk(tmp_path / "hub-cache") == set()
+
+
+def test_downloads_leave_no_threads(
+    hub: HubServer, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_hub(monkeypatch, hub, tmp_path / "hub-cache")
+    hub.add("org/name", folder)
+    shardesd.scan("org/name", evict=True, fetch="shards", cache=False)
+    assert not [thread for thread in threading.enumerate() if type(thread).__name__ == "TMonitor"]
+
+
 @pytest.mark.parametrize("results", ["kept", "lost"])
 def test_killed_in_the_middle_and_run_again(hub: HubServer, folder: Path, tmp_path: Path, results: str) -> None:
     home, out = tmp_path / "home", tmp_path / "results"

@@ -59,3 +59,17 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ResultsError, match="choose another --cache-dir"):
         Claims(tmp_path / "file", "hf://a", "cache").make("x")
+
+
+def test_who_ends_leaves_the_claims_of_those_that_go_on(tmp_path: Path) -> None:
+    first, second = Claims(tmp_path, "hf://a", "cache"), Claims(tmp_path, "hf://a", "cache")
+    first.make("shard")
+    second.make("shard")
+    first.forget("shard")
+    assert Claims(tmp_path, "hf://a", "cache").orphans() == []
+    second.close()  # without having removed it
+    third = Claims(tmp_path, "hf://a", "cache")
+    assert third.orphans() == ["shard"]
+    third.forget("shard")
+    assert third.orphans() == []
+    assert not list(tmp_path.rglob("*.json"))
