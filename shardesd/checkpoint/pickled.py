@@ -66,8 +66,8 @@ def read_pickled(file: BinaryIO, shard: str) -> Header:
     state = _unpickle(where)
     stored = []
     for name, value in state.items():
-        if value.layout is not _strided():
-            stored.append(_unreadable(name, value, shard, f"{value.layout} tensors"))
+        if (what := _strange(value)) is not None:
+            stored.append(_unreadable(name, value, shard, what))
             continue
         offset = getattr(value.untyped_storage(), "_checkpoint_offset", None)
         if offset is None:
@@ -116,7 +116,7 @@ def _unpickle(where: str) -> Mapping[str, torch.Tensor]:
         state = {
             name: value
             for name, value in candidate.items()
-            if isinstance(name, str) and type(value) in (torch.Tensor, torch.nn.Parameter)
+            if isinstance(name, str) and isinstance(value, torch.Tensor)
         }
         if state:
             return state
@@ -131,10 +131,15 @@ def _candidates(content: Any) -> Iterator[Mapping[Any, Any]]:
                 yield content[key]
 
 
-def _strided() -> torch.layout:
+def _strange(value: torch.Tensor) -> str | None:
+    """What a tensor is that isn't its storage's elements; None for one that is."""
     import torch
 
-    return torch.strided
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return f"tensors of class {type(value).__name__}"
+    if value.layout is not torch.strided:
+        return f"{value.layout} tensors"
+    return "views with the sign turned" if value.is_neg() else None
 
 
 def _unreadable(name: str, value: torch.Tensor, shard: str, what: str) -> TensorRef:

@@ -448,3 +448,14 @@ def test_safetensors_win_over_what_lies_beside_them(tmp_path: Path) -> None:
     torch.save({"b.weight": random(8, 8)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "c.gguf").write_bytes(b"GGUF")
     assert [row.longname for row in shardesd.stream(tmp_path, allow_pickle=True)] == ["a"]
+
+
+def test_tensors_that_are_not_their_storages_elements_cost_their_own_rows(tmp_path: Path) -> None:
+    state = {
+        "l.0.up_proj.weight": torch._neg_view(random(16, 24)),
+        "l.0.k_proj.weight": random(16, 24),
+    }
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    rows = shardesd.scan(tmp_path, allow_pickle=True, cache=False, stats=True)
+    found = dict(rows.layers.select("longname", "status").iter_rows())
+    assert found == {"l.0.up_proj": "failed", "l.0.k_proj": "ok"}
