@@ -13,6 +13,7 @@ for result in shardesd.scan_many("models.csv", out="results"):
 
 from __future__ import annotations
 
+import concurrent.futures.thread  # noqa: F401  (which can't be done any more once the main thread has ended)
 from typing import TYPE_CHECKING, Any
 
 from shardesd.errors import ShardesdError

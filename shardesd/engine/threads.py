@@ -56,7 +56,7 @@ def _register() -> None:
 def _wait() -> None:
     for one in list(_open):
         if (what := one()) is not None:
-            with suppress(Exception):  # a generator that another thread is in, or that ends with an error: nobody listens
+            with suppress(Exception):  # such as of a generator that another thread is in: nobody listens
                 what.close()
     until = time.monotonic() + _EXIT_SECONDS
     for thread in list(_started):

@@ -47,3 +47,16 @@ def test_a_stream_from_the_hub_that_is_left_open(tmp_path: Path, fetch: str) -> 
     with HubServer() as hub:
         hub.add("org/name", sharded(tmp_path / "m", random_weights(layers=6, size=64), 5))
         assert seconds(STREAM.format(fetch=fetch, out=str(tmp_path / "kept")), hub.env(tmp_path / "hf")) < 45
+
+
+def test_a_scan_in_a_thread_that_outlives_the_main_thread(tmp_path: Path) -> None:
+    folder = str(one_file(tmp_path / "m", random_weights(layers=2, size=16)))
+    code = f"""
+import shardesd, threading
+def work():
+    threading.main_thread().join()
+    print(shardesd.scan({folder!r}, cache=False, device="cpu").layers.height)
+threading.Thread(target=work).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.strip()) == (0, "6"), ended.stderr
