@@ -57,6 +57,35 @@ class Edit(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turned(Edit):
+    """An edit of a linear layer (outputs × inputs) whose tensor is stored as inputs × outputs."""
+
+    edit: Edit
+    needs_base: ClassVar[bool] = True
+
+    @property
+    def by_rows(self) -> bool:
+        """See `Edit.by_rows`."""
+        return False
+
+    @property
+    def refs(self) -> tuple[TensorRef, ...]:
+        """See `Edit.refs`."""
+        return self.edit.refs
+
+    def load(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Change:
+        """See `Edit.load`."""
+        change = self.edit.load(shape[::-1], dtype)
+
+        def turned(rows: np.ndarray, before: np.ndarray, start: int, stop: int, round: Round | None) -> None:
+            work = np.array(rows.T, order="C")
+            change(work, np.array(before.T, order="C"), 0, len(work), round)
+            rows[...] = work.T
+
+        return turned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
     """α/r, α/√r, or a number that is used as it stands."""
 

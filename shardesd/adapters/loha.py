@@ -67,4 +67,4 @@ def plan_loha(group: Group, setting: Setting) -> Placed:
 
     name = setting.weight(group, fits, source=w1a, needs=f"{rows}×{cols}")
     edit = Loha(w1=(w1a, w1b), w2=(w2a, w2b), t1=t1, t2=t2, scale=setting.scale(group, rank), **setting.common(group))
-    return [(name, edit)]
+    return [(name, setting.as_stored(group, name, edit))]

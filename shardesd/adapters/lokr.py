@@ -87,7 +87,8 @@ def plan_lokr(group: Group, setting: Setting) -> Placed:
     if not rank:
         group.tensors.pop("alpha", None)  # LyCORIS takes α = r where nothing was decomposed
     scale = setting.scale(group, rank) if rank else Scale()
-    return [(name, Lokr(w1=w1, w2=w2, t2=t2, scale=scale, **setting.common(group)))]
+    edit = Lokr(w1=w1, w2=w2, t2=t2, scale=scale, **setting.common(group))
+    return [(name, setting.as_stored(group, name, edit))]
 
 
 def _take(group: Group, setting: Setting, role: str) -> tuple[tuple[TensorRef, ...], int]:

@@ -109,7 +109,7 @@ def plan_oft(group: Group, setting: Setting) -> Placed:
         eps=float(raw.get("eps", 6e-5)) if raw.get("coft") else None,
         **setting.common(group),
     )
-    return [(name, edit)]
+    return [(name, setting.as_stored(group, name, edit))]
 
 
 def plan_boft(group: Group, setting: Setting) -> Placed:
@@ -122,7 +122,7 @@ def plan_boft(group: Group, setting: Setting) -> Placed:
         return len(shape) >= 2 and shape[0] == rows and columns(shape) == cols
 
     name = setting.weight(group, fits, source=R, needs=f"{rows}×{cols}")
-    return [(name, Boft(R=R, s=s, **setting.common(group)))]
+    return [(name, setting.as_stored(group, name, Boft(R=R, s=s, **setting.common(group))))]
 
 
 def block_size(elements: int) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardesd.adapters.config import AdapterConfig
-from shardesd.adapters.edits import Edit, Read, Scale
+from shardesd.adapters.edits import Edit, Read, Scale, Turned
 from shardesd.adapters.match import Fits, Index
 from shardesd.adapters.names import Group
 from shardesd.conv1d import is_conv1d
@@ -129,6 +129,13 @@ class Setting:
             return self.hints.get(name) == "conv1d"
         model_type = self.model.get("model_type")
         return is_conv1d(name, model_type) if model_type else self.config.fan_in_fan_out
+
+    def as_stored(self, group: Group, name: str, edit: Edit) -> Edit:
+        """`edit`, which means outputs × inputs, for a tensor that may be stored the other way round."""
+        shape = self.index.shape(name)
+        if len(shape) == 2 and self.transposed(group, name, *shape):
+            return Turned(edit=edit, **self.common(group))
+        return edit
 
     def place_tied(self, head: str) -> None:
         """Make a head that shares the embedding's weight a tensor of its own, for a replacement."""

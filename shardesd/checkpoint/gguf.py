@@ -29,6 +29,8 @@ from shardesd.records import TensorRef
 MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_COUNTS, _MOST_COUNTS = (4, 5, 10, 11), 1024
+"""Types of numbers of which arrays hold one for each block."""
 _PLAIN = {word: word for word in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
 _MOST_DIMENSIONS = 8
 
@@ -246,7 +248,7 @@ class _Parser:
         return self._digest.hexdigest()
 
     def parse(self) -> tuple[dict[str, Any], list[tuple[str, tuple[int, ...], int, int]]]:
-        """Metadata by key (arrays as None), and (name, shape, type, offset) of each tensor."""
+        """Metadata by key (arrays as None but for short ones of integers); name, shape, type, offset of each tensor."""
         self._file.seek(0)
         if self._bytes(4) != MAGIC:
             self.refuse("not a GGUF file")
@@ -294,7 +296,9 @@ class _Parser:
             self.refuse(f"a value of type {kind}, which GGUF doesn't have, or arrays of arrays of arrays")
         inner, count = self._unpack("IQ")
         if inner in _SCALARS:
-            self._bytes(count * struct.calcsize(f"<{_SCALARS[inner]}"))
+            content = self._bytes(count * struct.calcsize(f"<{_SCALARS[inner]}"))
+            if inner in _COUNTS and count <= _MOST_COUNTS:
+                return list(struct.unpack(f"<{count}{_SCALARS[inner]}", content))
         else:
             for _ in range(count):
                 self._value(inner, depth + 1)

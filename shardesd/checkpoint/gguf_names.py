@@ -104,6 +104,8 @@ def hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
         value = values.get(f"{architecture}.{key}")
         if type(value) is int and value > 0:
             config[word] = value
+        elif isinstance(value, list):
+            config[f"gguf_{word}"] = value  # one for each block
     return config
 
 
@@ -112,11 +114,22 @@ def is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     return config.get("gguf_architecture") == "gpt2" and bool(_CONV1D.fullmatch(name))
 
 
-_ROTARY = re.compile(r"blk\.[0-9]+\.attn_([qk])\.weight")
+_ROTARY = re.compile(r"blk\.([0-9]{1,6})\.attn_([qk])\.weight")
 _ROTATED = frozenset(
     (
         *("llama", "deci", "arcee", "smollm3", "mistral3", "nanbeige", "granite", "granitemoe", "granitehybrid"),
-        *("minicpm", "internlm2", "baichuan", "xverse", "olmo", "bailingmoe", "llada"),
+        *(
+            "minicpm",
+            "internlm2",
+            "baichuan",
+            "xverse",
+            "olmo",
+            "bailingmoe",
+            "llada",
+            "deepseek",
+            "arctic",
+            "chameleon",
+        ),
     )
 )
 """Architectures whose converters permute q and k: ``undo_permute``, or a call of ``permute``, in llama.cpp's."""
@@ -128,11 +141,18 @@ def rotated(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int
     match = _ROTARY.fullmatch(name)
     if not match or config.get("gguf_architecture") not in _ROTATED or len(shape) != 2:
         return 0
-    heads = config.get("num_attention_heads", 0)
-    if match[1] == "k":
-        heads = config.get("num_key_value_heads", heads)
+    heads = _heads(config, "num_attention_heads", int(match[1]))
+    if match[2] == "k":
+        heads = _heads(config, "num_key_value_heads", int(match[1]), heads)
     rows = shape[0] // heads if heads else config.get("head_dim", config.get("gguf_rotary", 0))
     return rows if rows and rows % 2 == 0 and shape[0] % rows == 0 else 0
+
+
+def _heads(config: Mapping[str, Any], word: str, block: int, otherwise: int = 0) -> int:
+    """How many a block has."""
+    each = config.get(f"gguf_{word}", ())
+    found = each[block] if block < len(each) else config.get(word, otherwise)
+    return found if type(found) is int and found > 0 else 0
 
 
 def fused_heads(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, int] | None:

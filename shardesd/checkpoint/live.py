@@ -182,7 +182,6 @@ class LiveCheckpoint:
         notes: tuple[str, ...],
     ) -> None:
         self.config = config
-        self.hints = hints
         self.ties = _ties(values, hints)
         self.notes = notes
         self.values = values
@@ -194,6 +193,8 @@ class LiveCheckpoint:
         shard = self.open(self.shards[0], Path(_SHARD))
         modules = quantised.Modules(config)
         self._tensors = tuple(modules.learn(self._stored, shard.read, promised=None, complete=True))
+        turned = {one.name: "conv1d" for one in self._tensors if isinstance(one.encoding, quantised.Turned)}
+        self.hints = {**hints, **turned}  # as the model keeps them, not as its quantised module does
         self.names = frozenset(tensor.name for tensor in self._tensors)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ def permuted(W: torch.Tensor, heads: int) -> torch.Tensor:
     return W.reshape(heads, 2, W.shape[0] // heads // 2, W.shape[1]).swapaxes(1, 2).reshape(W.shape)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "granite", "qwen2"])
+@pytest.mark.parametrize("architecture", ["llama", "granite", "deepseek", "qwen2"])
 @pytest.mark.parametrize(("kind", "heads"), [("q", 4), ("k", 2)])
 def test_adapters_and_minus_on_a_gguf_base(tmp_path: Path, architecture: str, kind: str, heads: int) -> None:
     gguf = pytest.importorskip("gguf")
@@ -204,3 +204,86 @@ def test_a_deltas_design_rank_is_its_shorter_side(tmp_path: Path) -> None:
     stats = scan(adapter, base=base, delta=True, stats=True).stats
     assert stats is not None
     assert stats.select("design_rank", "actual_rank", "rank_ratio").row(0) == (64, 4, 4 / 64)
+
+
+def test_head_counts_of_each_block(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    W = torch.randn(32, 64)
+    writer = gguf.GGUFWriter(str(tmp_path / "base.gguf"), "granitehybrid")
+    writer.add_head_count([4, 4])
+    writer.add_head_count_kv([0, 2])
+    writer.add_embedding_length(64)
+    writer.add_tensor("blk.1.attn_k.weight", permuted(W, 2).numpy().copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    other = stored(tmp_path / "other", {"model.layers.1.self_attn.k_proj.weight": W + 0.01})
+    (difference,) = scan(other, minus=tmp_path / "base.gguf").spectra.values()
+    assert abs(difference.max() - 32 * 64 * 1e-4) < 1e-3
+
+
+def test_orthogonal_and_hadamard_adapters_of_a_quantised_conv1d(tmp_path: Path) -> None:
+    """peft's OFT and LoHa on the linear layer that bitsandbytes makes of it."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    module = "transformer.h.0.attn.c_proj"
+    codes, scale = torch.randint(-127, 128, (64, 64), dtype=torch.int8), torch.rand(64) + 0.1
+    W = codes.float() * scale[:, None] / 127
+    settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    tensors = {f"{module}.weight": codes, f"{module}.SCB": scale}
+    base = stored(tmp_path / "base", tensors, GPT2 | {"quantization_config": settings})
+
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_proj = torch.nn.Linear(64, 64, bias=False)
+            self.c_proj.weight.data = W.clone()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c_proj(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = torch.nn.ModuleDict(
+                {"h": torch.nn.ModuleList([torch.nn.ModuleDict({"attn": Attention()})])}
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.transformer["h"][0]["attn"](x)
+
+    for name, config in {
+        "oft": peft.OFTConfig(oft_block_size=8, target_modules=["c_proj"], use_cayley_neumann=False),
+        "loha": peft.LoHaConfig(r=4, alpha=8, target_modules=["c_proj"]),
+    }.items():
+        model = peft.get_peft_model(Model(), config)
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            torch.nn.init.normal_(parameter, std=0.3)
+        model.save_pretrained(tmp_path / name)
+        merged = model.merge_and_unload().transformer["h"][0]["attn"].c_proj.weight.data
+        close(scan(tmp_path / name, base=base).spectra[module], merged)
+
+
+def test_words_that_speak_of_scales_elsewhere_refuse_nothing(tmp_path: Path) -> None:
+    tensors = {
+        "multiscale_encoder.layers.0.fc.weight": CODES,
+        "attn.scaler.weight": CODES.clone(),
+        "attn.W_q": torch.randn(64, 64),
+        "attn.scale": torch.ones(1),
+    }
+    result = scan(stored(tmp_path / "m", tensors))
+    assert set(result.layers["status"]) == {"ok"}
+    assert result.layers.height == 3
+
+
+def test_groups_of_inputs_out_of_order_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    codes, scales = torch.randint(-127, 128, (64, 128), dtype=torch.int8), torch.rand(64, 4) + 0.1
+    ordered = torch.arange(128, dtype=torch.int32) // 32
+    for number, (groups, status) in enumerate([(ordered, "ok"), (ordered.flip(0), "failed")]):
+        parts = {"weight": codes, "weight_scale": scales, "weight_g_idx": groups}
+        result = scan(stored(tmp_path / f"m{number}", {f"l.0.up_proj.{end}": part for end, part in parts.items()}))
+        assert result.layers["status"].to_list() == [status]
+        if status == "ok":
+            close(result.spectra["l.0.up_proj"], codes.float() * scales.repeat_interleave(32, 1))

@@ -6,7 +6,7 @@ decodes a tensor, or a byte range of one. Rules of the formats: `docs/quantised.
 
 from __future__ import annotations
 
-from shardesd.checkpoint.quantised.encoding import Encoding, Read, by_rows, elements
+from shardesd.checkpoint.quantised.encoding import Encoding, Read, Turned, by_rows, elements
 from shardesd.checkpoint.quantised.modules import Modules, weight_names
 
-__all__ = ["Encoding", "Modules", "Read", "by_rows", "elements", "weight_names"]
+__all__ = ["Encoding", "Modules", "Read", "Turned", "by_rows", "elements", "weight_names"]

@@ -16,6 +16,7 @@ from shardesd.records import TensorRef
 
 _ToCome = Callable[[str], bool]
 """Whether a tensor of this name may be in a shard whose header isn't known yet."""
+_MOST_GROUP_BYTES = 1 << 20
 _INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 """torchao's tensors that keep one code an element."""
@@ -39,7 +40,7 @@ class _Family:
     weight: str = ".weight"
 
 
-_SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point")
+_SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_g_idx")
 _FAMILIES = (
     _Family("words", ".qweight", (".qzeros", ".scales", ".g_idx")),
     _Family(
@@ -103,8 +104,8 @@ class Modules:
         new = list(tensors)
         self._stored.update((tensor.name, tensor) for tensor in new)
         for tensor in new:
-            if "scal" in tensor.name:
-                module = tensor.name.rpartition(".")[0]
+            module, _, leaf = tensor.name.rpartition(".")
+            if "scal" in leaf:
                 self._scales.setdefault(module.removesuffix(".weight"), []).append(tensor.name)
         before = self._waiting
         todo, self._waiting = [*before, *new], []
@@ -184,6 +185,10 @@ class Modules:
         if family.kind in _REFUSED:
             beside = base + family.others[0]
             fits = len(tensor.shape) == 2 and (family.kind != "marlin" or tensor.dtype in _INTEGERS)
+            if family.kind == "sparse" and beside in self._stored:
+                fits = fits and self._stored[beside].dtype == "U8"
+            if family.kind == "hqq":
+                fits = fits and (f"{base}.zero" in self._stored or to_come(f"{base}.zero"))
             return fits and (beside in self._stored or to_come(beside))
         if family.kind == "codes":
             if len(tensor.shape) < 2:
@@ -259,6 +264,8 @@ class Modules:
         if len(scales) > 1:
             raise Undecodable(f"it has several scales: {', '.join(scale.name for scale in scales)}")
         factor, zero = parts.get("_scale_2"), parts.get("_zero_point")
+        if (groups := parts.get("_g_idx")) is not None and not _in_order(groups, read):
+            raise Undecodable(f"its groups are not of inputs in order ('{groups.name}')")
         if scales and codes.dtype == "U8":
             if zero is not None:
                 raise Undecodable("packed U8 codes with zero points are not supported")
@@ -306,6 +313,15 @@ def _owners(name: str) -> Iterator[tuple[_Family, str]]:
         for end in family.others:
             if name.endswith(end):
                 yield family, name.removesuffix(end)
+
+
+def _in_order(groups: TensorRef, read: Read) -> bool:
+    """Whether inputs belong to groups one after the other, as they do where nothing is said (-1)."""
+    if groups.dtype not in _INTEGERS or groups.nbytes > _MOST_GROUP_BYTES:
+        return False
+    with read(groups) as raw:
+        values = raw.reshape(-1).astype("int64")
+    return bool((values < 0).all() or (values[1:] >= values[:-1]).all())
 
 
 def _required(parts: Mapping[str, TensorRef], end: str) -> TensorRef:
