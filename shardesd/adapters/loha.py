@@ -65,6 +65,6 @@ def plan_loha(group: Group, setting: Setting) -> Placed:
     def fits(shape: tuple[int, ...]) -> bool:
         return len(shape) >= 2 and shape[0] == rows and columns(shape) == cols
 
-    name = setting.weight(group, fits, source=w1a, needs=f"{rows}×{cols}")
+    name = setting.weight(group, fits, source=w1a, needs=f"{rows}×{cols}", outputs_first=True)
     edit = Loha(w1=(w1a, w1b), w2=(w2a, w2b), t1=t1, t2=t2, scale=setting.scale(group, rank), **setting.common(group))
     return [(name, setting.as_stored(group, name, edit))]

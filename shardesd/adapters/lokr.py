@@ -77,7 +77,7 @@ def plan_lokr(group: Group, setting: Setting) -> Placed:
     def fits(shape: tuple[int, ...]) -> bool:
         return len(shape) >= 2 and shape[0] == rows and columns(shape) == cols
 
-    name = setting.weight(group, fits, source=w1[0], needs=f"{rows}×{cols}")
+    name = setting.weight(group, fits, source=w1[0], needs=f"{rows}×{cols}", outputs_first=True)
     rank = rank_1 or rank_2
     if rank:
         setting.check_rank(group, w1[0] if rank_1 else w2[0], rank)

@@ -101,7 +101,7 @@ def plan_oft(group: Group, setting: Setting) -> Placed:
         return len(shape) >= 2 and (columns(shape) == inputs if inputs else columns(shape) % size == 0)
 
     needs = f"a tensor with {inputs} inputs" if inputs else f"a tensor whose inputs are a multiple of {size}"
-    name = setting.weight(group, fits, source=blocks, needs=needs)
+    name = setting.weight(group, fits, source=blocks, needs=needs, outputs_first=True)
     edit = Oft(
         blocks=blocks,
         embedding=embedding,
@@ -121,7 +121,7 @@ def plan_boft(group: Group, setting: Setting) -> Placed:
     def fits(shape: tuple[int, ...]) -> bool:
         return len(shape) >= 2 and shape[0] == rows and columns(shape) == cols
 
-    name = setting.weight(group, fits, source=R, needs=f"{rows}×{cols}")
+    name = setting.weight(group, fits, source=R, needs=f"{rows}×{cols}", outputs_first=True)
     return [(name, setting.as_stored(group, name, Boft(R=R, s=s, **setting.common(group))))]
 
 

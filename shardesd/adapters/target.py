@@ -85,10 +85,17 @@ class Setting:
         # Without α, kohya's and diffusers' tools take α = r.
         return Scale(rank=rank, alpha=None if alpha_ref else alpha, alpha_ref=alpha_ref, root=self.config.use_rslora)
 
-    def weight(self, group: Group, fits: Fits, *, source: TensorRef, needs: str) -> str:
-        """The base tensor that holds this module's weight. Raises `UnmatchedAdapter`."""
+    def weight(self, group: Group, fits: Fits, *, source: TensorRef, needs: str, outputs_first: bool = False) -> str:
+        """The base tensor that holds this module's weight; where `fits` knows outputs × inputs alone (`outputs_first`),
+        its edit is to be given `as_stored`. Raises `UnmatchedAdapter`."""
         module = self.index.unflatten(group.module, source) if group.flattened else group.module
         name = f"{module}.weight"
+        if outputs_first and self._inputs_first(self.index.find(name) or name):
+            as_meant = fits
+
+            def fits(shape: tuple[int, ...]) -> bool:
+                return as_meant(shape[::-1] if len(shape) == 2 else shape)
+
         if self.index.find(name) is None:
             # The tensor of a torch MultiheadAttention that q, k and v share has a name of its own.
             if (joint := self.index.find(f"{module}.in_proj_weight")) and fits(self.index.shape(joint)):
@@ -125,6 +132,10 @@ class Setting:
         shape = self.index.shape(name)
         if len(shape) != 2 or rows != cols:
             return shape != (rows, cols) and shape == (cols, rows)
+        return self._inputs_first(name)
+
+    def _inputs_first(self, name: str) -> bool:
+        """Whether the model stores a linear layer as (in, out)."""
         if self.hints:
             return self.hints.get(name) == "conv1d"
         model_type = self.model.get("model_type")
@@ -132,8 +143,7 @@ class Setting:
 
     def as_stored(self, group: Group, name: str, edit: Edit) -> Edit:
         """`edit`, which means outputs × inputs, for a tensor that may be stored the other way round."""
-        shape = self.index.shape(name)
-        if len(shape) == 2 and self.transposed(group, name, *shape):
+        if len(self.index.shape(name)) == 2 and self._inputs_first(name):
             return Turned(edit=edit, **self.common(group))
         return edit
 

@@ -223,45 +223,39 @@ def test_head_counts_of_each_block(tmp_path: Path) -> None:
     assert abs(difference.max() - 32 * 64 * 1e-4) < 1e-3
 
 
-def test_orthogonal_and_hadamard_adapters_of_a_quantised_conv1d(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layer", "rows"), [("c_proj", 64), ("c_fc", 256)])
+def test_orthogonal_and_hadamard_adapters_of_a_quantised_conv1d(tmp_path: Path, layer: str, rows: int) -> None:
     """peft's OFT and LoHa on the linear layer that bitsandbytes makes of it."""
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    module = "transformer.h.0.attn.c_proj"
-    codes, scale = torch.randint(-127, 128, (64, 64), dtype=torch.int8), torch.rand(64) + 0.1
+    where = "attn" if layer == "c_proj" else "mlp"
+    module = f"transformer.h.0.{where}.{layer}"
+    codes, scale = torch.randint(-127, 128, (rows, 64), dtype=torch.int8), torch.rand(rows) + 0.1
     W = codes.float() * scale[:, None] / 127
     settings = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     tensors = {f"{module}.weight": codes, f"{module}.SCB": scale}
     base = stored(tmp_path / "base", tensors, GPT2 | {"quantization_config": settings})
 
-    class Attention(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_proj = torch.nn.Linear(64, 64, bias=False)
-            self.c_proj.weight.data = W.clone()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.c_proj(x)
-
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.transformer = torch.nn.ModuleDict(
-                {"h": torch.nn.ModuleList([torch.nn.ModuleDict({"attn": Attention()})])}
-            )
+            linear = torch.nn.Linear(64, rows, bias=False)
+            linear.weight.data = W.clone()
+            block = torch.nn.ModuleDict({where: torch.nn.ModuleDict({layer: linear})})
+            self.transformer = torch.nn.ModuleDict({"h": torch.nn.ModuleList([block])})
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.transformer["h"][0]["attn"](x)
+            return self.transformer["h"][0][where][layer](x)
 
     for name, config in {
-        "oft": peft.OFTConfig(oft_block_size=8, target_modules=["c_proj"], use_cayley_neumann=False),
-        "loha": peft.LoHaConfig(r=4, alpha=8, target_modules=["c_proj"]),
+        "oft": peft.OFTConfig(oft_block_size=8, target_modules=[layer], use_cayley_neumann=False),
+        "loha": peft.LoHaConfig(r=4, alpha=8, target_modules=[layer]),
     }.items():
         model = peft.get_peft_model(Model(), config)
         for parameter in (p for p in model.parameters() if p.requires_grad):
             torch.nn.init.normal_(parameter, std=0.3)
         model.save_pretrained(tmp_path / name)
-        merged = model.merge_and_unload().transformer["h"][0]["attn"].c_proj.weight.data
+        merged = model.merge_and_unload().transformer["h"][0][where][layer].weight.data
         close(scan(tmp_path / name, base=base).spectra[module], merged)
 
 
