@@ -78,6 +78,13 @@ _USUAL: tuple[str, ...] = (
 _USUAL += ("mlp.experts.up_proj", "mlp.experts.down_proj", "self_attn.q_norm", "self_attn.k_norm")
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 _CONV1D = re.compile(r"blk\.[0-9]+\.(?:attn_qkv|attn_output|ffn_up|ffn_down)\.weight")
+_ROTARY = re.compile(r"blk\.([0-9]{1,6})\.attn_([qk])\.weight")
+_ROTATED = (
+    *("llama", "deci", "arcee", "smollm3", "mistral3", "nanbeige", "granite", "granitemoe", "granitehybrid"),
+    *("minicpm", "internlm2", "baichuan", "xverse", "olmo", "bailingmoe", "llada"),
+    *("deepseek", "arctic", "chameleon"),
+)
+"""Architectures whose converters permute q and k: ``undo_permute``, or a call of ``permute``, in llama.cpp's."""
 _COUNTS = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -112,27 +119,6 @@ def hf_config(values: Mapping[str, Any]) -> dict[str, Any]:
 def is_transposed(name: str, config: Mapping[str, Any]) -> bool:
     """Whether Hugging Face keeps the transpose: GPT-2's Conv1D."""
     return config.get("gguf_architecture") == "gpt2" and bool(_CONV1D.fullmatch(name))
-
-
-_ROTARY = re.compile(r"blk\.([0-9]{1,6})\.attn_([qk])\.weight")
-_ROTATED = frozenset(
-    (
-        *("llama", "deci", "arcee", "smollm3", "mistral3", "nanbeige", "granite", "granitemoe", "granitehybrid"),
-        *(
-            "minicpm",
-            "internlm2",
-            "baichuan",
-            "xverse",
-            "olmo",
-            "bailingmoe",
-            "llada",
-            "deepseek",
-            "arctic",
-            "chameleon",
-        ),
-    )
-)
-"""Architectures whose converters permute q and k: ``undo_permute``, or a call of ``permute``, in llama.cpp's."""
 
 
 def rotated(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -178,17 +179,7 @@ class HubSource:
                     held = scan_cache(self._repo_id)
                     if path is None:
                         return
-                    place = _real(path)
-                    held.delete_files(
-                        *(
-                            file
-                            for repo in held.repos
-                            if repo.repo_type == "model" and repo.repo_id == self._repo_id
-                            for revision in repo.revisions
-                            for file in revision.files
-                            if _real(file.file_path) == place
-                        )
-                    ).execute()
+                    held.delete_files(*_entries(held, self._repo_id, _real(path))).execute()
                 if not path.exists():
                     return
                 why = "could not be removed from the Hub cache"
@@ -307,6 +298,14 @@ def scan_cache(repo_id: str) -> Any:
             f"--evict of '{repo_id}' needs huggingface_hub 1.33 or newer; upgrade it, or use --fetch ranges"
         )
     return held
+
+
+def _entries(held: Any, repo_id: str, place: Path) -> Iterator[Any]:
+    """Of what `scan_cache` found, the file that lies at `place`."""
+    for repo in held.repos:
+        if repo.repo_type == "model" and repo.repo_id == repo_id:
+            for revision in repo.revisions:
+                yield from (file for file in revision.files if _real(file.file_path) == place)
 
 
 def _from_cache(address: HubAddress) -> HubSource | None:

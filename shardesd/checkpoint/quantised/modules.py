@@ -38,6 +38,8 @@ class _Family:
     codes: str
     others: tuple[str, ...]
     weight: str = ".weight"
+    needs: tuple[str, ...] = ()
+    """Those without which the codes are none."""
 
 
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_g_idx")
@@ -48,7 +50,7 @@ _FAMILIES = (
         ".weight_packed",
         tuple(f".weight_{end}" for end in ("scale", "zero_point", "shape", "g_idx", "global_scale")),
     ),
-    _Family("blocks", "_blocks", ("_scales",), ""),
+    _Family("blocks", "_blocks", ("_scales",), "", needs=("_scales",)),
     _Family("torchao", "._weight_qdata", ("._weight_scale", "._weight_zero_point")),
     _Family(
         "codes",
@@ -60,10 +62,10 @@ _FAMILIES = (
             *_STATES,
         ),
     ),
-    _Family("sparse", ".compressed", (".bitmask", ".shape", ".row_offsets")),
-    _Family("hqq", ".W_q", (".scale", ".zero")),
-    _Family("marlin", ".B", (".s", ".workspace")),
-    _Family("quanto", ".weight._data", (".weight._scale",)),
+    _Family("sparse", ".compressed", (".bitmask", ".shape", ".row_offsets"), needs=(".bitmask",)),
+    _Family("hqq", ".W_q", (".scale", ".zero"), needs=(".scale", ".zero")),
+    _Family("marlin", ".B", (".s", ".workspace"), needs=(".s",)),
+    _Family("quanto", ".weight._data", (".weight._scale",), needs=(".weight._scale",)),
     # Parameters that are called weights nowhere: stacked experts.
     _Family("codes", "", _SCALES, ""),
 )
@@ -180,16 +182,14 @@ class Modules:
         return None
 
     def _is_codes(self, tensor: TensorRef, family: _Family, base: str, to_come: _ToCome) -> bool:
+        if not all(base + end in self._stored or to_come(base + end) for end in family.needs):
+            return False
         if family.kind == "blocks":
-            return tensor.dtype == "U8" and (f"{base}_scales" in self._stored or to_come(f"{base}_scales"))
+            return tensor.dtype == "U8"
         if family.kind in _REFUSED:
-            beside = base + family.others[0]
-            fits = len(tensor.shape) == 2 and (family.kind != "marlin" or tensor.dtype in _INTEGERS)
-            if family.kind == "sparse" and beside in self._stored:
-                fits = fits and self._stored[beside].dtype == "U8"
-            if family.kind == "hqq":
-                fits = fits and (f"{base}.zero" in self._stored or to_come(f"{base}.zero"))
-            return fits and (beside in self._stored or to_come(beside))
+            mask = self._stored.get(base + ".bitmask") if family.kind == "sparse" else None
+            fits = (mask is None or mask.dtype == "U8") and (family.kind != "marlin" or tensor.dtype in _INTEGERS)
+            return fits and len(tensor.shape) == 2
         if family.kind == "codes":
             if len(tensor.shape) < 2:
                 return False
