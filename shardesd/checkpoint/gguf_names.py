@@ -27,6 +27,7 @@ _MODEL_TYPES = {
 """general.architecture → model_type, where the two differ."""
 _BLOCKS = {
     "bert": "encoder.layer.",
+    "jina-bert-v2": "encoder.layer.",
     "nomic-bert": "encoder.layers.",
     "gpt2": "transformer.h.",
     "starcoder": "transformer.h.",
@@ -40,7 +41,7 @@ _BLOCKS = {
 }
 """What the names of an architecture's blocks begin with; ``model.layers.`` for all others."""
 _OUTSIDE = {
-    "bert": ("embeddings.",),
+    **dict.fromkeys(("bert", "jina-bert-v2"), ("embeddings.",)),
     "nomic-bert": ("embeddings.", "emb_ln"),
     "phi2": ("model.embed_tokens", "model.final_layernorm", "lm_head"),
     "gptneox": ("gpt_neox.", "embed_out"),
@@ -54,6 +55,7 @@ _OTHERS_OUTSIDE = ("model.embed_tokens", "model.norm", "lm_head")
 _PREFERRED: dict[str, tuple[str, ...]] = {
     "phi2": ("self_attn.dense", "mlp.fc1", "mlp.fc2"),
     **dict.fromkeys(("phi3", "glm4", "chatglm", "modern-bert"), ("mlp.gate_up_proj",)),
+    "jina-bert-v2": ("mlp.gated_layers", "mlp.gated_layers_w", "mlp.wo"),
     "starcoder2": ("mlp.c_fc", "mlp.c_proj"),
     "llama": ("mlp.up_proj", "block_sparse_moe.gate", *(f"block_sparse_moe.experts.w{i}" for i in (1, 2, 3))),
     "gpt2": ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "ln_1", "ln_2"),

@@ -82,6 +82,7 @@ _BY_NAME = (
             r"qzeros|scales|g_idx|absmax|quant_map|nested_\w+|SCB|weight_format|weight_shape|weight_g_idx",
             r"(?:\w+_)?(?:weight|input|output|global|activation)_scale(?:_inv|_2)?|(?:\w+_)?zero_point",
             r"[kvq]_scale|scale_inv|\w+_scales|\w+_scale_inv|quant_state\.\w+|bitsandbytes__\w+",
+            r"codebooks|(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
         ),
     ),
     (BIAS, ends_with(r"(?:\w+_)?bias(?:es)?")),
@@ -96,6 +97,8 @@ _BY_NAME = (
 )
 _SCALES = ("scales", "scale", "qzeros", "SCB", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_scb")
 _CODES = ends_with(r"weight|qweight|weight_packed|\w+_blocks|\w+_packed|\w+_proj")
+_CODES_OF_OTHERS = ends_with(r"codes|Qidxs\w*|q_weight|(?:\w+_)?indices|dense_weights|weight\.(?:_data\.)*_data")
+"""As AQLM, QuIP#, EXL2, VPTQ, SpQR and quanto call them, where config.json speaks of quantisation."""
 _CONVOLUTION = re.compile(r"(?:^|\.)[A-Za-z0-9_]*(?:[Cc]onv|patch_embed)")
 _LONGEST_UNNAMED_KERNEL = 16
 
@@ -159,6 +162,8 @@ def is_quantised(tensor: TensorRef, siblings: Collection[str] | None, config: Ma
     """
     if tensor.dtype not in INTEGERS or tensor.dtype == "BOOL" or len(tensor.shape) < 2:
         return False
+    if "quantization_config" in config and _CODES_OF_OTHERS.search(tensor.name):
+        return True
     if not _CODES.search(tensor.name):
         return False
     stem, dot, leaf = tensor.name.rpartition(".")

@@ -227,6 +227,9 @@ MLP: tuple[Layout, ...] = (
     Layout(names="input_linear", models=("granite_speech*",)),
     Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=UP_GATE),
     Layout(names=r"mlp\.weights_in", models=("dinov2*",), parts=GATE_UP),
+    # Jina's and Mosaic's BERTs, whose config.json says bert.
+    Layout(names=r"mlp\.gated_layers", when="rows == 2 * intermediate_size", parts=GATE_UP),
+    Layout(names=r"mlp\.up_gated_layer", when="rows == 2 * intermediate_size", parts=UP_GATE),
     Layout(names=r"(?:mlp|ffn)\.w12", models=("tipsv2*", "sapiens2*"), parts=GATE_UP),
     Layout(names=r"conv\.pointwise_lin1", models=("granite_speech5*",), parts=UP_GATE),
     Layout(names=r"multi_modal_projector\.linear_1", models=("aya_vision", "cohere2_vision"), parts=UP_GATE),

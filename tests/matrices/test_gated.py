@@ -292,6 +292,23 @@ def test_both_halves_of_a_projector(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(product_of(Gated(layer, seen["given"], down, act), up, gate), seen["product"])
 
 
+@pytest.mark.parametrize(("word", "halves"), [("gated_layers", ("gate", "up")), ("up_gated_layer", ("up", "gate"))])
+def test_jinas_berts_of_their_own_code(tmp_path: Path, word: str, halves: tuple[str, str]) -> None:
+    """Which half is activated, by the code on the Hub: `act(x[:I]) * x[I:]`, and `up * act(gated)` of a chunk."""
+    layer = nn.Linear(H, 80, bias=False)
+    name = f"encoder.layer.0.mlp.{word}"
+    save_file({f"{name}.weight": layer.weight.detach()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "intermediate_size": 40}')
+    found = emitted(tmp_path)
+    given = torch.randn(5, H)
+    first, second = layer(given).chunk(2, dim=1)
+    product = {"gate": first, "up": second} if halves[0] == "gate" else {"up": first, "gate": second}
+    expected = product["up"] * nn.functional.gelu(product["gate"])
+    gated = Gated(layer, given, expected, nn.functional.gelu)
+    torch.testing.assert_close(product_of(gated, found[f"{name}_up"], found[f"{name}_gate"]), expected)
+    assert name not in found
+
+
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], str, tuple[str, ...]]] = {
     "focalnet": (
         module(

@@ -292,8 +292,30 @@ def test_quantised_codes_fail_by_name(name: str, shape: tuple[int, ...], dtype: 
 
 
 @pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [
+        ("q_proj.codes", (64, 8, 1), "I8"),  # AQLM
+        ("q_proj.Qidxs", (64, 8), "I16"),  # QuIP#
+        ("q_proj.q_weight", (8, 64), "I32"),  # EXL2
+        ("q_proj.indices", (1, 8, 64), "I32"),  # VPTQ
+        ("q_proj.weight._data._data", (2048, 1), "U8"),  # quanto, 4 bits
+    ],
+)
+def test_codes_of_formats_that_are_not_decoded_fail(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    config = {"quantization_config": {"quant_method": "some"}}
+    item = skip(plan(tensor(name, *shape, dtype=dtype), context(config)))
+    assert (item.status, item.reason) == ("failed", eligible.QUANTISED)
+    assert skip(plan(tensor(name, *shape, dtype=dtype), Context())).status == "skipped"
+    routed = tensor("mlp.gate.tid2eid", 256, 6, dtype="I64")
+    assert skip(plan(routed, context(config))).reason == eligible.INTEGER
+
+
+@pytest.mark.parametrize(
     ("name", "shape", "dtype", "reason"),
     [
+        ("a.q_proj.codebooks", (2, 256, 1, 8), "F16", eligible.SCALE),
+        ("a.q_proj.res_centroids.weight", (64, 512), "F16", eligible.SCALE),
+        ("a.q_proj.weight._shift", (64, 32), "F16", eligible.SCALE),
         ("a.q_proj.qzeros", (4, 8), "I32", eligible.SCALE),
         ("a.q_proj.scales", (4, 64), "F16", eligible.SCALE),
         ("a.q_proj.g_idx", (64,), "I32", eligible.SCALE),

@@ -182,10 +182,14 @@ def test_mistrals_own_scale_is_multiplied(tmp_path: Path) -> None:
     close(scan(folder).spectra[module], CODES.float() * 0.01)
 
 
-def test_a_fused_up_projection_of_gguf_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("glm4", "model.layers.0.mlp.gate_up_proj"), ("jina-bert-v2", "encoder.layer.0.mlp.gated_layers")],
+)
+def test_a_fused_up_projection_of_gguf_is_cut(tmp_path: Path, architecture: str, name: str) -> None:
     gguf = pytest.importorskip("gguf")
     W = np.random.default_rng(0).standard_normal((192, 48)).astype("f4")
-    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "glm4")
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), architecture)
     writer.add_feed_forward_length(96)
     writer.add_tensor("blk.0.ffn_up.weight", W)
     writer.write_header_to_file()
@@ -193,8 +197,8 @@ def test_a_fused_up_projection_of_gguf_is_cut(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     found = scan(tmp_path / "m.gguf").spectra
-    close(found["model.layers.0.mlp.gate_up_proj_gate"], torch.from_numpy(W[:96]))
-    close(found["model.layers.0.mlp.gate_up_proj_up"], torch.from_numpy(W[96:]))
+    close(found[f"{name}_gate"], torch.from_numpy(W[:96]))
+    close(found[f"{name}_up"], torch.from_numpy(W[96:]))
 
 
 def test_a_deltas_design_rank_is_its_shorter_side(tmp_path: Path) -> None:
