@@ -21,6 +21,7 @@ else:
 
 _LARGEST_FILE = 1_000_000
 _TEXTS = ("names", "when", "experts", "groups", "heads", "note")
+_COUNTS = ("experts", "groups", "heads", "size")
 _FLAGS = ("transposed", "flatten", "conv")
 _KEYS = (*_TEXTS, *_FLAGS, "models", "parts")
 _PART_KEYS = ("suffix", "size", "type", "heads")
@@ -126,7 +127,7 @@ def _only(row: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
 
 def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     value = row[key]
-    if type(value) is int:  # heads = 1
+    if type(value) is int and key in _COUNTS:  # heads = 1
         return str(value)
     if not isinstance(value, str):
         raise ValueError(f"{where}: {key} must be a text")

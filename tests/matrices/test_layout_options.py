@@ -142,6 +142,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
         ("[[layout]]\nnames = 'x'\nparts = [{suffix = 'a', type = 'b'}]", "the type 'b' is unknown"),
         ("[[layout]]\nnames = 'x'\nparts = 'a'", "parts must be a list"),
         ("[[layout]]\nnames = 'x'\nnote = 1.5", "note must be a text"),
+        ("[[layout]]\nnames = 5", "names must be a text"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_clear_line(tmp_path: Path, text: str, message: str) -> None:
