@@ -17,6 +17,9 @@ from shardesd.events import DeviceReport, EngineReport
 from shardesd.frozen import record
 from shardesd.records import NO_ANSWER, NO_DEVICE, NO_MEMORY, MatrixRef, Row, Skip, Spectrum, TensorRef
 
+_PATIENCE = 120.0  # seconds
+_NETWORK_PATIENCE = 1800.0  # five waits for a rate limit, of the longest (`source.patience`)
+
 
 @record(frozen=True, slots=True, kw_only=True)
 class Analysed:
@@ -85,6 +88,20 @@ def needs(M: int, N: int, slices: int, solver: str) -> dict[str, Any]:
         "cost": slices * n * n * (max(M, N) + 4 / 3 * n),
         "most": spectra.batch_size(n),
         "large": spectra.is_large(n),
+    }
+
+
+def limits(cost: float, nbytes: int, shard: Shard) -> dict[str, Any]:
+    """What a `Task` says of when it counts as hung: a hundred times what slow machines take.
+
+    A gigaflop a second on a CPU, ten on a GPU; a megabyte a second; two minutes besides; and as long as a server may
+    have one wait.
+    """
+    reading = nbytes / 1e6
+    return {
+        "deadline": reading + cost / 1e9,
+        "gpu_deadline": reading + cost / 1e10,
+        "patience": _PATIENCE + (_NETWORK_PATIENCE if shard.on_server else 0.0),
     }
 
 

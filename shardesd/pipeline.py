@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from shardesd import matrices, spectra, ties
+from shardesd import keys, matrices, spectra, ties
 from shardesd.checkpoint import Checkpoint, RangedShard, Shard
 from shardesd.engine import Engine, Outcome, Task
 from shardesd.errors import CheckpointError, SourceError
 from shardesd.events import Event, MatrixStarted, Notice, RowDone, ShardDone, ShardOpened
 from shardesd.keep import Keep, Recall
-from shardesd.keys import Analysed, Count, Key, OpenShard, engine_report, fail, needs, not_counted, reason_of, sides
+from shardesd.keys import Analysed, Count, Key, OpenShard
 from shardesd.options import ScanOptions, size_text
 from shardesd.records import NEEDS, MatrixRef, Row, Skip, TensorRef, is_done
 from shardesd.solver import Solver, Solving, factors, settled
@@ -133,7 +133,7 @@ class Pipeline:
                 self._tasks(fetcher),
                 run_many=self._solve_many,
                 on_start=self._started,
-                on_state=lambda state: self.emit(engine_report(state)),
+                on_state=lambda state: self.emit(keys.engine_report(state)),
                 stop=self.stop,
             )
             try:
@@ -142,7 +142,7 @@ class Pipeline:
                         if isinstance(outcome.error, CheckpointError | SourceError):
                             raise outcome.error
                         if outcome.error is not None:
-                            uncounted = not_counted(outcome.key.item, outcome.key.shard, outcome.error)
+                            uncounted = keys.not_counted(outcome.key.item, outcome.key.shard, outcome.error)
                     else:
                         analysed = self._analysed(outcome.key.item, outcome)
                         yield analysed
@@ -315,37 +315,36 @@ class Pipeline:
     def _task(self, item: MatrixRef | Skip, shard: Shard) -> Task[Key, Solving]:
         key = Key(item, shard.ref.name)
         if isinstance(item, Skip):
-            return Task(key=key, run=fail(item.reason))
+            return Task(key=key, run=keys.fail(item.reason))
         known = self._recall.unread(item, shard)
         if known is not None:
             return Task(key=replace(key, kept=True), run=lambda device: self._solver.measured(item, known, kept=True))
         host = self._host_bytes(item, shard)
         if not self._fits(item, shard):
             words = f"{NEEDS}{size_text(host)}, and --max-memory is {size_text(self.engine.budget)}"
-            return Task(key=key, run=fail(words))
+            return Task(key=key, run=keys.fail(words))
         options = self.options
-        size = needs(item.M, item.N, item.slices, options.solver)
+        size = keys.needs(item.M, item.N, item.slices, options.solver)
         together = item.slices == 1 and item.scale == 1 and options.solver != "svd" and not options.delta
         return Task(
             key=key,
             run=lambda device: self._solver.solve(item, shard, device),
             host_bytes=host,
-            # A gigaflop and a megabyte a second, and two minutes besides: a hundred times what slow machines take.
-            deadline=120 + size["cost"] / 1e9 + item.tensor.nbytes / 1e6,
             group=min(item.M, item.N) if together else None,
             **size,
+            **keys.limits(size["cost"], item.tensor.nbytes, shard),
         )
 
     def _solve_many(self, tasks: Sequence[Task[Key, Solving]], device: str) -> list[Outcome[Key, Solving]]:
-        keys = [task.key for task in tasks]
+        asked = [task.key for task in tasks]
         # Nothing but matrices has a group (`_task`).
-        pairs = [(key.item, self._open[key.shard].shard) for key in keys if isinstance(key.item, MatrixRef)]
+        pairs = [(key.item, self._open[key.shard].shard) for key in asked if isinstance(key.item, MatrixRef)]
         found = self._solver.solve_many(pairs, device)
         return [
             Outcome(key=key, error=result, device=device)
             if isinstance(result, Exception)
             else Outcome(key=key, value=result, device=device, seconds=seconds)
-            for key, (result, seconds) in zip(keys, found, strict=True)
+            for key, (result, seconds) in zip(asked, found, strict=True)
         ]
 
     def _started(self, key: Key, device: str) -> None:
@@ -357,7 +356,7 @@ class Pipeline:
         if solved is None:
             if isinstance(error, CheckpointError | SourceError):
                 raise error
-            return Analysed(row=self._row(item, status="failed", reason=reason_of(error)), spectrum=None, nbytes=0)
+            return Analysed(row=self._row(item, status="failed", reason=keys.reason_of(error)), spectrum=None, nbytes=0)
         spectrum, values, kept = solved
         if self.options.stats:
             self.statistics.analysed(item.longname, spectrum.eigs)
@@ -367,7 +366,7 @@ class Pipeline:
         return Analysed(row=row, spectrum=spectrum, nbytes=nbytes, kept=kept)
 
     def _row(self, item: MatrixRef | Skip, **values: Any) -> Row:
-        M, N = sides(item)
+        M, N = keys.sides(item)
         known = {
             "longname": item.longname,
             "layer_index": item.layer_index,

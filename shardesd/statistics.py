@@ -21,7 +21,7 @@ from shardesd.checkpoint import Shard, ShardMatrix, StoredMatrix, is_integer, is
 from shardesd.checkpoint.elements import raw_dtype
 from shardesd.engine import Task
 from shardesd.errors import MatrixError
-from shardesd.keys import Count, Key
+from shardesd.keys import Count, Key, limits
 from shardesd.records import Matrix, MatrixRef, Row, Skip, StatsRow, TensorRef
 
 PIECE_BYTES = 256_000_000
@@ -142,7 +142,7 @@ class Statistics:
             run=lambda device: self.read(parts, shard),
             host_bytes=max(_at_once(part, shard) for part in parts),
             cost=_OPERATIONS * sum(part.numel for part in parts),
-            deadline=120 + nbytes / 1e6,
+            **limits(0.0, nbytes, shard),
             aside=True,
         )
 
@@ -161,7 +161,7 @@ class Statistics:
             host_bytes=_at_once(tensor, shard),
             device_bytes=spectra.count_bytes(M, N, tensor.nbytes // tensor.numel),
             cost=_OPERATIONS_ON_GPU * tensor.numel,
-            deadline=120 + tensor.nbytes / 1e6,
+            **limits(0.0, tensor.nbytes, shard),
         )
 
     def counting(self, shard: Shard, tensor: TensorRef) -> Shard:

@@ -197,6 +197,11 @@ class MergedShard:
         """The base's."""
         return self._base.header_sha256
 
+    @property
+    def on_server(self) -> bool:
+        """The base's."""
+        return self._base.on_server
+
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> AbstractContextManager[np.ndarray]:
         """See `Shard.read`. What an adapter changes comes as float32 (ΔW as float64)."""
         base, edits = self._checkpoint._whole(tensor.name)

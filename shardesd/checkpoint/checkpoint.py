@@ -53,6 +53,7 @@ class StoredShard:
         self.tensors = tensors
         self.metadata = header.metadata
         self.header_sha256 = header.sha256
+        self.on_server = False
         self._reader = reader
         self._elsewhere = elsewhere
 

@@ -59,6 +59,11 @@ class Shard(Protocol):
         """
         ...
 
+    @property
+    def on_server(self) -> bool:
+        """Whether elements come over a network when they are read, which may have to wait for it."""
+        ...
+
     def in_blocks(self, tensor: TensorRef) -> bool:
         """Whether reading some rows of a tensor costs about that part of reading all of it."""
         ...

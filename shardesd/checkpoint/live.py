@@ -122,6 +122,7 @@ class LiveShard:
         self.nbytes = ref.size or 0
         self.metadata: dict[str, str] = {}
         self.header_sha256 = header_sha256
+        self.on_server = False
         self._starts = {tensor.name: tensor.start for tensor in stored}
         self._values = values
         self.tensors = stored

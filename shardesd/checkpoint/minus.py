@@ -124,6 +124,7 @@ class MinusShard:
         self._checkpoint = checkpoint
         self.ref, self.path, self.nbytes = one.ref, one.path, one.nbytes
         self.tensors, self.metadata, self.header_sha256 = one.tensors, one.metadata, one.header_sha256
+        self.on_server = one.on_server
 
     @contextmanager
     def read(self, tensor: TensorRef, into: np.ndarray | None = None) -> Iterator[np.ndarray]:

@@ -72,6 +72,7 @@ class RangedShard:
         self.tensors = tensors
         self.metadata = header.metadata
         self.header_sha256 = header.sha256
+        self.on_server = True
         self._remote = remote
         self._ahead: list[Ahead] = []
 

@@ -6,11 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from shardesd.engine.work import Outcome, Task
+from shardesd.engine.devices import Device
+from shardesd.engine.work import Outcome, Task, Trouble
 from shardesd.errors import bare
 
 T = TypeVar("T")
 K = TypeVar("K")
+
+_PAUSES = (0.5, 1.0, 2.0, 4.0)
+"""Seconds after which a thread that had no memory to begin with tries again."""
 
 RunMany = Callable[[Sequence[Task[K, T]], str], "Sequence[Outcome[K, T]]"]
 """Solves several together."""
@@ -30,3 +34,21 @@ def attempt(tasks: Sequence[Task[K, T]], device: str, run_many: RunMany[K, T] | 
     except Exception as error:
         return [Outcome(key=task.key, error=bare(error), device=device, seconds=time.perf_counter() - started)]
     return [Outcome(key=task.key, value=value, device=device, seconds=time.perf_counter() - started)]
+
+
+def prepared(
+    prepare: Callable[[Device], None], device: Device, classify: Callable[[Exception], Trouble]
+) -> Exception | None:
+    """Makes the calling thread ready for a device, with patience where others have its memory for a moment; gives what
+    `prepare` raised in the end."""
+    pauses = iter(_PAUSES)
+    while True:
+        try:
+            prepare(device)
+        except Exception as error:
+            pause = next(pauses, None)
+            if pause is None or classify(error) != "memory":
+                return bare(error)
+            time.sleep(pause)
+        else:
+            return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -11,6 +12,9 @@ from shardesd.engine.work import DeviceState, Task, Ticket
 
 T = TypeVar("T")
 K = TypeVar("K")
+
+PREPARE_SECONDS = 600.0
+"""In which a thread has to be ready to work: torch and CUDA's libraries may come from a slow disk."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +144,21 @@ class Worker(Generic[K, T]):
     gathers: Hashable = None
     """The group of which it waits for more."""
     since: float = 0.0
+    """When it began what it works on, or to prepare."""
+    preparing: bool = True
     abandoned: bool = False
+
+    @property
+    def allowed(self) -> float:
+        """Seconds after which what it does counts as hung."""
+        if self.preparing:
+            return PREPARE_SECONDS
+        tasks = [ticket.task for ticket in self.tickets]
+        if not tasks:
+            return math.inf
+        slow = self.place.is_cpu
+        work = [task.deadline if slow or task.gpu_deadline is None else task.gpu_deadline for task in tasks]
+        return max(task.patience for task in tasks) + sum(work)
 
     def device_bytes_with(self, task: Task[K, T]) -> int:
         """Memory of a GPU that its tasks take together with one more."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from shardesd.engine.attempt import RunMany, attempt
+from shardesd.engine.attempt import RunMany, attempt, prepared
 from shardesd.engine.devices import Device
 from shardesd.engine.places import Place, Worker
 from shardesd.engine.ready import Ready
@@ -26,6 +26,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 _TICK = 0.1  # seconds between two looks at deadlines and at `stop`
+_STOPPED = 5.0  # seconds between two looks, in which the process itself may have stood still: no device's fault
 _REACH = 512  # tasks for each slot of a GPU, of which a group takes up to 256
 _GATHER = 0.02  # seconds for which a group that could be larger waits for more of it
 _LOOKS = 20  # whether it is large enough, in this time
@@ -105,6 +106,7 @@ class _Run(Generic[K, T]):
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
+        self._looked = time.monotonic()  # at deadlines
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
         self._refill = engine.reach - max(1, engine.reach // 8)
@@ -124,15 +126,14 @@ class _Run(Generic[K, T]):
 
     def outcomes(self, on_state: Callable[[State[K]], None]) -> Iterator[Outcome[K, T]]:
         failure: BaseException | None = None
-        fed, looked = False, 0.0
+        fed = False
         while True:
             if self._stop.is_set():
                 self._drop_ready()
             with self._changed:
                 if (fed or self._stop.is_set()) and not self._pending:
                     break
-            if time.monotonic() - looked > _TICK:
-                looked = time.monotonic()
+            if time.monotonic() - self._looked > _TICK:
                 self._look_for_hung()
                 on_state(self._state())
             try:
@@ -175,11 +176,13 @@ class _Run(Generic[K, T]):
 
     def _look_for_hung(self) -> None:
         now = time.monotonic()
+        missed = now - self._looked if now - self._looked > _STOPPED else 0.0
+        self._looked = now
         with self._changed:
             for place in (*self._places, self._aside):
                 for worker in list(place.workers):
-                    allowed = sum(ticket.task.deadline for ticket in worker.tickets)
-                    if worker.tickets and now - worker.since > allowed:
+                    worker.since = min(now, worker.since + missed)
+                    if now - worker.since > worker.allowed:
                         self._abandon(worker, now - worker.since)
 
     def _abandon(self, worker: Worker[K, T], seconds: float) -> None:
@@ -241,7 +244,7 @@ class _Run(Generic[K, T]):
             self._hire(place)
 
     def _hire(self, place: Place[K, T]) -> None:
-        worker = Worker(place)
+        worker = Worker(place, since=time.monotonic())
         place.workers.append(worker)
         try:
             start(self._work, f"shardesd-{place.device.name}-{len(place.workers)}", worker)
@@ -257,17 +260,17 @@ class _Run(Generic[K, T]):
                 self._done.put(error)
 
     def _serve(self, worker: Worker[K, T]) -> None:
-        device = worker.place.device
-        try:
-            self._engine.prepare(device)
-        except Exception as error:
-            if worker.place.is_cpu:
-                raise
-            with self._changed:
-                self._retire(worker.place, str(error))
-                self._ensure_fallback()
+        device, engine = worker.place.device, self._engine
+        error = prepared(engine.prepare, device, engine.classify)
+        if error is not None and worker.place.is_cpu:
+            raise error
+        with self._changed:
+            if worker.abandoned:
                 return
-        worker.place.prepared = True
+            if error is not None:
+                self._dismiss(worker, error)
+                return
+            worker.preparing, worker.place.prepared = False, True
         while (tickets := self._take(worker)) is not None:
             for ticket in tickets:
                 self._on_start(ticket.task.key, device.name)
@@ -326,27 +329,12 @@ class _Run(Generic[K, T]):
         """What is for this place; on a CPU that has nothing else to do, also what is for the thread aside."""
         if not place.free_slots or (self._ready.all_large and place.has_its_large):  # known without asking each
             return None
-        gathered, gpus = place.gathered, self._gpus
-        choosy = place.is_gpu and place.large > 0
-        left: dict[tuple[Hashable, int], bool] = {}
-        only = place.fallback and bool(gpus)
+        gpus = self._gpus
 
-        def take(aside: bool) -> Ticket[K, T] | None:
-            def suits(ticket: Ticket[K, T]) -> bool:
-                task = ticket.task
-                if task.aside != aside or task.group in gathered:
-                    return False
-                if choosy and task.large:
-                    kind = task.group, task.device_bytes
-                    if kind not in left:
-                        left[kind] = place.leaves(task, self._ready.count(task.group), gpus)
-                    if left[kind]:
-                        return False
-                return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
+        def longest(aside: bool) -> Ticket[K, T] | None:
+            return self._ready.longest(place, gpus, lambda ticket: self._fits(ticket, place), aside=aside)
 
-            return self._ready.take(lambda ticket: self._fits(ticket, place), suits)
-
-        return (None if place is self._aside else take(False)) or (take(True) if place.is_cpu else None)
+        return (None if place is self._aside else longest(False)) or (longest(True) if place.is_cpu else None)
 
     def _fits(self, ticket: Ticket[K, T], place: Place[K, T]) -> bool:
         """Whether it may begin there now. One beyond the whole budget runs alone."""
@@ -377,6 +365,15 @@ class _Run(Generic[K, T]):
         if not ticket.delivered:
             ticket.delivered = True
             self._done.put(outcome)
+
+    def _dismiss(self, worker: Worker[K, T], error: Exception) -> None:
+        """One that can't begin: for want of memory fewer will do."""
+        place = worker.place
+        if place.prepared and self._engine.classify(error) == "memory":
+            place.workers.remove(worker)
+        else:
+            self._retire(place, str(error))
+            self._ensure_fallback()
 
     def _retire(self, place: Place[K, T], why: str) -> None:
         if not place.retired:

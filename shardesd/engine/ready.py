@@ -87,6 +87,27 @@ class Ready(Generic[K, T]):
             passed.append(ticket)
         return None
 
+    def longest(
+        self, place: Place[K, T], gpus: Sequence[Place[K, T]], fits: Callable[[Ticket[K, T]], bool], *, aside: bool
+    ) -> Ticket[K, T] | None:
+        """What is for this place now, of what is done aside or of all else; `gpus` are those that are still used."""
+        gathered, choosy, only = place.gathered, place.is_gpu and place.large > 0, place.fallback and bool(gpus)
+        left: dict[tuple[Hashable, int], bool] = {}
+
+        def suits(ticket: Ticket[K, T]) -> bool:
+            task = ticket.task
+            if task.aside != aside or task.group in gathered:
+                return False
+            if choosy and task.large:
+                kind = task.group, task.device_bytes
+                if kind not in left:
+                    left[kind] = place.leaves(task, self.count(task.group), gpus)
+                if left[kind]:
+                    return False
+            return ticket.cpu_only if only else place.is_cpu or not ticket.cpu_only
+
+        return self.take(fits, suits)
+
     def has_best(self, first: Task[K, T], here: Place[K, T], gpus: Sequence[Place[K, T]]) -> bool:
         """Whether a GPU that has taken the first of a group would now get as many as are solved together at best."""
         return self._groups[first.group] + 1 >= first.most and self._share(first, here, gpus) == first.most

@@ -32,7 +32,11 @@ class Task(Generic[K, T]):
     cost: float = 0.0
     """How long it takes, in any unit: the longest of what is ready goes first."""
     deadline: float = float("inf")
-    """Seconds after which it counts as hung."""
+    """Seconds of work after which it counts as hung."""
+    gpu_deadline: float | None = None
+    """The same on a GPU, where it differs."""
+    patience: float = 0.0
+    """Seconds more, which tasks that are solved together are given once: for what isn't work."""
     group: Hashable = None
     """Tasks of one group may be solved together on a GPU; None: never."""
     most: int = 1

@@ -19,7 +19,7 @@ def loaded(name: str, *, keeps_lock: bool) -> Any:
     Its calls keep the interpreter's lock where `keeps_lock`, so they must be short.
     """
     try:
-        mapped = {line.split()[-1] for line in _MAPS.read_text().splitlines() if "/" in line}
+        mapped = {line.split(maxsplit=5)[-1] for line in _MAPS.read_text().splitlines() if "/" in line}
         paths = sorted(path for path in mapped if path.rpartition("/")[2].startswith(name))
         return (ctypes.PyDLL if keeps_lock else ctypes.CDLL)(paths[0]) if paths else None
     except OSError:

@@ -18,7 +18,7 @@ _MEMORY = (
     *("out of memory", "CUDA_ERROR_OUT_OF_MEMORY", "cudaErrorMemoryAllocation"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED", "NVRTC_ERROR_OUT_OF_MEMORY"),
     # What creating a handle says where there is no memory for it.
-    *("CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_NOT_INITIALIZED"),
+    *("CUBLAS_STATUS_NOT_INITIALIZED", "CUSOLVER_STATUS_NOT_INITIALIZED", "cusolverDnCreate"),
     *("DefaultCPUAllocator: not enough memory", "DefaultCPUAllocator: can't allocate memory"),
     *("std::bad_alloc", "Cannot allocate memory", "can't start new thread"),
 )

@@ -256,12 +256,12 @@ _idle: dict[tuple[torch.device, int], SimpleQueue[Pinned]] = {}
 _local = threading.local()
 _stagings: WeakValueDictionary[torch.device, Staging] = WeakValueDictionary()
 """Of each device, as long as a thread works for it."""
-_first = threading.Lock()
+_locks: dict[torch.device, threading.Lock] = {}
 
 
 def staging_of(device: torch.device) -> Staging:
     """What all threads that work for a device share."""
-    with _first:
+    with _locks.setdefault(device, threading.Lock()):
         staging = _stagings.get(device)
         if staging is None:
             staging = _stagings[device] = Staging(device)

@@ -13,7 +13,10 @@ from shardesd.spectra.staging import staging_of
 if TYPE_CHECKING:
     import torch
 
-_first = threading.Lock()
+_PATIENCE = 60.0  # seconds
+_locks: dict[str, threading.Lock] = {}
+"""Of each device: one that doesn't answer keeps nobody from the others."""
+_loading, _loaded = threading.Lock(), threading.Event()
 _prepared = Counter[str]()
 """How many threads have come, of each device."""
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
@@ -32,11 +35,9 @@ def prepare_worker(device: str, threads: int) -> None:
         return
     torch = loaded_torch()
     there = torch.device(device)
-    # torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once.
-    with _first:
+    with _locks.setdefault(device, threading.Lock()):
         torch.cuda.set_device(there)
-        if not _prepared:
-            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=there))
+        _load_linalg(there)
         before = _prepared[device]
         _prepared[device] += 1
         stream = _free_stream(device)
@@ -47,6 +48,22 @@ def prepare_worker(device: str, threads: int) -> None:
         cublas.load(there)
     elif before == 1:
         two_stage.load_kept(there)
+
+
+def _load_linalg(there: torch.device) -> None:
+    """torch loads its linear algebra for CUDA at the first call, and not safely from several threads at once."""
+    import torch
+
+    if _loaded.is_set():
+        return
+    alone = _loading.acquire(timeout=_PATIENCE)  # else whoever does it works for a device that doesn't answer
+    try:
+        if not _loaded.is_set():
+            torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=there))
+            _loaded.set()
+    finally:
+        if alone:
+            _loading.release()
 
 
 def loaded_torch() -> ModuleType:

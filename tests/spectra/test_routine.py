@@ -279,19 +279,22 @@ def test_the_engine_tries_again_where_there_was_no_memory_for_the_kernels(
 def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the first found no batched solver, for good, when each imported cuda-core and found half a package."""
     made: list[int] = []
-    at_work: list[int] = []
+    compiled: list[list[bytes]] = []
 
     class Kernels:
         def __init__(self, index: int, codes: object) -> None:
-            at_work.append(index)
-            time.sleep(0.02)
-            assert at_work == [index]
-            at_work.remove(index)
             made.append(index)
+
+    def compile_code(arch: str) -> list[bytes]:
+        compiled.append([b""])
+        time.sleep(0.05)
+        assert len(compiled) == 1
+        return compiled[0]
 
     monkeypatch.setattr(cublas, "available", lambda: True)
     monkeypatch.setattr(loaded, "Kernels", Kernels)
-    monkeypatch.setattr(loaded, "kept_code", lambda arch: [b""])
+    monkeypatch.setattr(loaded, "compiled_code", compile_code)
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: compiled[0] if made else None)
     monkeypatch.setattr(loaded, "_arch", lambda index: "sm_90")
     monkeypatch.setattr(loaded, "_loaded", {})
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
@@ -299,6 +302,27 @@ def test_threads_that_need_the_kernels_at_once_load_them_one_after_the_other(mon
         found = list(pool.map(loaded.kernels, [0, 1] * 8))
     assert sorted(made) == [0, 1]
     assert [kernels is found[at % 2] for at, kernels in enumerate(found)] == [True] * 16
+
+
+def test_a_device_that_does_not_answer_keeps_nobody_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    class Kernels:
+        def __init__(self, index: int, codes: object) -> None:
+            assert index or answers.wait(30)
+
+    monkeypatch.setattr(cublas, "available", lambda: True)
+    monkeypatch.setattr(loaded, "Kernels", Kernels)
+    monkeypatch.setattr(loaded, "kept_code", lambda arch: [b""])
+    monkeypatch.setattr(loaded, "_arch", lambda index: "sm_90")
+    monkeypatch.setattr(loaded, "_loaded", {})
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(loaded.kernels, 0)
+        assert isinstance(pool.submit(loaded.kernels, 1).result(10), Kernels)
+        assert not first.done()
+        answers.set()
+        assert isinstance(first.result(10), Kernels)
 
 
 def test_one_that_cannot_be_launched_is_replaced_for_good(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,10 @@ class Kernels:
         return Launcher(self._handles, stream)
 
 
-_loading = threading.Lock()
+_loading: dict[int, threading.Lock] = {}
+"""Of each device: one that doesn't answer keeps nobody from the others."""
+_compiling = threading.Lock()
+"""Two threads that import cuda-core at once find half a package."""
 _loaded: dict[int, Kernels] = {}
 
 
@@ -128,7 +131,7 @@ def kernels(index: int) -> Kernels:
 def _of(index: int, make: Callable[[], Kernels]) -> Kernels:
     import torch
 
-    with _loading:
+    with _loading.setdefault(index, threading.Lock()):
         if index not in _loaded:
             with torch.cuda.device(index):
                 if not cublas.available():
@@ -139,14 +142,19 @@ def _of(index: int, make: Callable[[], Kernels]) -> Kernels:
 
 def _fresh(index: int) -> Kernels:
     arch = _arch(index)
-    if (codes := kept_code(arch)) is not None:
+    kept = kept_code(arch)
+    if kept is not None:
         try:
-            return Kernels(index, codes)
+            return Kernels(index, kept)
         except RuntimeError as error:
             if trouble(error) != "task":
                 raise
             # Another compiler made it, say, that is too new for this driver.
-    return Kernels(index, compiled_code(arch))
+    with _compiling:
+        codes = kept_code(arch)  # by now another device's thread may have made it
+        if codes is None or codes == kept:
+            codes = compiled_code(arch)
+    return Kernels(index, codes)
 
 
 def _arch(index: int) -> str:
