@@ -1,4 +1,4 @@
-"""Products of float64 matrices by torch's cuBLAS, called without giving the interpreter's lock away (`linked`).
+"""Products of matrices by torch's cuBLAS, called without giving the interpreter's lock away (`linked`).
 
 cuBLAS counts columns first: a row-major matrix is the transpose of what it sees. All on the device's current stream.
 """
@@ -23,10 +23,12 @@ _STATUS = {
 }
 _LEAST_SPLIT = 384  # of rows: smaller products would take as long
 _UPPER, _AS_IT_IS, _TRANSPOSED = 1, 0, 1
-_ZERO, _ONE = ctypes.c_double(0.0), ctypes.c_double(1.0)
 _PATIENCE = 10.0  # seconds
 _INT, _POINTER, _STRIDE = ctypes.c_int, ctypes.c_void_p, ctypes.c_longlong
-_AT_ZERO, _AT_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_ONE)
+_EXACT = 0  # CUBLAS_DEFAULT_MATH: float32 is not rounded to TF32, which torch's users may allow for the whole process
+_NUMBERS = {4: (ctypes.c_float(0.0), ctypes.c_float(1.0)), 8: (ctypes.c_double(0.0), ctypes.c_double(1.0))}
+_AT = {size: tuple(map(ctypes.addressof, numbers)) for size, numbers in _NUMBERS.items()}
+"""By the size of an element, where 0 and 1 lie."""
 
 
 _loaded: dict[torch.device, threading.Event] = {}
@@ -40,9 +42,7 @@ def available() -> bool:
 
 def takes(gram: torch.Tensor) -> bool:
     """Whether `add_lower` and `multiply_each` can make it. Waits for `load`."""
-    import torch
-
-    if not (gram.is_cuda and gram.dtype == torch.float64):
+    if not gram.is_cuda:
         return False
     if (loaded := _loaded.get(gram.device)) is not None and not loaded.is_set():
         loaded.wait(_PATIENCE)
@@ -66,8 +66,9 @@ def load(device: torch.device) -> None:
         done.set()
 
 
-def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
-    """total += blockᵀ·block, the lower triangle. `total` is contiguous."""
+def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor, *, begin: bool = False) -> None:
+    """total += blockᵀ·block, the lower triangle; or, to `begin` with, total = blockᵀ·block. `total` is contiguous, both
+    are float64 or both float32."""
     import torch
 
     K, N = block_KN.shape
@@ -76,12 +77,15 @@ def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
     else:
         block_KN = block_KN.contiguous()
         operation, step = _AS_IT_IS, N
+    size = total_NN.element_size()
+    zero, one = _AT[size]
+    library = _library()
     with torch.cuda.device(total_NN.device):
-        status = _library().cublasDsyrk_v2(
+        status = (library.cublasDsyrk_v2 if size == 8 else library.cublasSsyrk_v2)(
             *(_handle(), _UPPER, operation, N, K),
-            *(_AT_ONE, block_KN.data_ptr(), step, _AT_ONE, total_NN.data_ptr(), N),
+            *(one, block_KN.data_ptr(), step, zero if begin else one, total_NN.data_ptr(), N),
         )
-    _check(status, "Dsyrk")
+    _check(status, "Dsyrk" if size == 8 else "Ssyrk")
 
 
 def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> None:
@@ -93,18 +97,22 @@ def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> N
 
     B, M, N = W_BMN.shape
     n = min(M, N)
-    operations, K, apart = ((_AS_IT_IS, _TRANSPOSED), M, 8) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N, 8 * N)
+    size = W_BMN.element_size()
+    operations, K, apart = ((_AS_IT_IS, _TRANSPOSED), M, size) if N <= M else ((_TRANSPOSED, _AS_IT_IS), N, size * N)
     W, step = W_BMN.data_ptr(), W_BMN.stride(0)
-    gram = grams_Cnn.data_ptr() + 8 * n * n * first
+    gram = grams_Cnn.data_ptr() + size * n * n * first
+    zero, one = _AT[size]
+    library = _library()
     with torch.cuda.device(W_BMN.device):
-        multiply, handle = _library().cublasDgemmStridedBatched, _handle()
+        multiply = library.cublasDgemmStridedBatched if size == 8 else library.cublasSgemmStridedBatched
+        handle = _handle()
         for row, column, rows, columns in _lower_blocks(0, n):
             status = multiply(
                 *(handle, *operations, columns, rows, K),
-                *(_AT_ONE, W + apart * column, N, step, W + apart * row, N, step),
-                *(_AT_ZERO, gram + 8 * (row * n + column), n, n * n, B),
+                *(one, W + apart * column, N, step, W + apart * row, N, step),
+                *(zero, gram + size * (row * n + column), n, n * n, B),
             )
-            _check(status, "DgemmStridedBatched")
+            _check(status, f"{'D' if size == 8 else 'S'}gemmStridedBatched")
 
 
 @lru_cache(maxsize=64)
@@ -127,11 +135,12 @@ def batched(columns: int, batch: int) -> Callable[[int, int, int, int, int], Non
     (n, columns).
     """
     gemm, handle = _library().cublasDgemmStridedBatched, _handle()
+    zero, one = _AT[8]
 
     def multiply(A: int, W: int, Z: int, n: int, rows: int) -> None:
         status = gemm(
-            *(handle, _AS_IT_IS, _AS_IT_IS, columns, rows, rows, _AT_ONE, W, columns, n * columns),
-            *(A, n, n * n, _AT_ZERO, Z, columns, n * columns, batch),
+            *(handle, _AS_IT_IS, _AS_IT_IS, columns, rows, rows, one, W, columns, n * columns),
+            *(A, n, n * n, zero, Z, columns, n * columns, batch),
         )
         _check(status, "DgemmStridedBatched")
 
@@ -139,10 +148,11 @@ def batched(columns: int, batch: int) -> Callable[[int, int, int, int, int], Non
 
 
 def _handle() -> int:
-    """Of this thread, set to the current device and stream."""
+    """Of this thread, set to the current device and stream. torch says anew how exact it is to be before it uses it."""
     import torch
 
     handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
+    _check(_library().cublasSetMathMode(handle, _EXACT), "SetMathMode")
     return handle
 
 
@@ -159,14 +169,17 @@ def _library() -> Any:
 
     if not torch.cuda.is_available():
         return None
-    _handle()  # loads it
+    torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]  # loads it
     library = loaded("libcublas.so", keeps_lock=True)
     if library is None or not hasattr(library, "cublasDgemmStridedBatched"):
         return None
     size = (_INT, _INT, _INT)
-    library.cublasDsyrk_v2.argtypes = (_POINTER, *size, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
-    library.cublasDgemmStridedBatched.argtypes = (
-        *(_POINTER, _INT, _INT, *size, _POINTER, _POINTER, _INT, _STRIDE),
-        *(_POINTER, _INT, _STRIDE, _POINTER, _POINTER, _INT, _STRIDE, _INT),
-    )
+    library.cublasSetMathMode.argtypes = (_POINTER, _INT)
+    for real in "DS":
+        syrk, gemm = (getattr(library, f"cublas{real}{name}") for name in ("syrk_v2", "gemmStridedBatched"))
+        syrk.argtypes = (_POINTER, *size, _INT, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
+        gemm.argtypes = (
+            *(_POINTER, _INT, _INT, *size, _POINTER, _POINTER, _INT, _STRIDE),
+            *(_POINTER, _INT, _STRIDE, _POINTER, _POINTER, _INT, _STRIDE, _INT),
+        )
     return library

@@ -17,8 +17,11 @@ _FOR_ALL_CONTEXTS = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _POINTER, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
 
 
-def send(pinned: torch.Tensor, there: torch.Tensor, nbytes: int, stream: torch.cuda.Stream) -> None:
-    """Copies the first bytes of `pinned` to those of `there`, on the device, in the order of `stream`."""
+def send(here: torch.Tensor, there: torch.Tensor, nbytes: int, stream: torch.cuda.Stream, *, pinned: bool) -> None:
+    """Copies the first bytes of `here` to those of `there`, on the device, in the order of `stream`.
+
+    Of memory that isn't `pinned` it may only return when what the stream was given before is done.
+    """
     import torch
 
     if not nbytes:
@@ -26,9 +29,10 @@ def send(pinned: torch.Tensor, there: torch.Tensor, nbytes: int, stream: torch.c
     driver = library()
     if driver is None:
         with torch.cuda.stream(stream):
-            there[:nbytes].copy_(pinned[:nbytes], non_blocking=True)
+            there[:nbytes].copy_(here[:nbytes], non_blocking=True)
     else:
-        status = driver.cuMemcpyHtoDAsync_v2(there.data_ptr(), pinned.data_ptr(), nbytes, stream.cuda_stream)
+        copy = (driver if pinned else _patient()).cuMemcpyHtoDAsync_v2
+        status = copy(there.data_ptr(), here.data_ptr(), nbytes, stream.cuda_stream)
         check(status, "a copy to the device", "CUDA error: ")
 
 
@@ -53,13 +57,15 @@ def until_done(device: torch.device) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def pin(memory: torch.Tensor) -> None:
+def pin(memory: torch.Tensor) -> bool:
     """Has GPUs read memory of this process by themselves, until it ends: it must not be freed before.
 
-    The current device's context does it. Where it is refused, or there is no such driver, copies are as right.
+    The current device's context does it. Where it is refused (False), or there is no such driver, copies are as right.
     """
-    if library() is not None:
-        _patient().cuMemHostRegister_v2(_ADDRESS(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _FOR_ALL_CONTEXTS)
+    if library() is None:
+        return True
+    size = ctypes.c_size_t(memory.nbytes)
+    return not _patient().cuMemHostRegister_v2(_ADDRESS(memory.data_ptr()), size, _FOR_ALL_CONTEXTS)
 
 
 def check(status: int, what: str, begin: str = "") -> None:
@@ -72,7 +78,7 @@ def check(status: int, what: str, begin: str = "") -> None:
 @cache
 def _patient() -> Any:
     """The driver, for calls that take milliseconds: others have the interpreter's lock meanwhile."""
-    return ctypes.CDLL("libcuda.so.1")
+    return _typed(ctypes.CDLL("libcuda.so.1"))
 
 
 @cache
@@ -86,6 +92,10 @@ def library() -> Any:
         driver = ctypes.PyDLL("libcuda.so.1")
     except OSError:
         return None
+    return _typed(driver)
+
+
+def _typed(driver: Any) -> Any:
     if hasattr(driver, "cuLaunchKernelEx"):  # not before CUDA 11.8
         driver.cuLaunchKernelEx.argtypes = (_POINTER,) * 4
     driver.cuMemcpyHtoDAsync_v2.argtypes = (_ADDRESS, _POINTER, ctypes.c_size_t, _POINTER)

@@ -173,7 +173,7 @@ class _Sum:
         if exact:
             _add_lower(self._gram, wide)
         else:
-            self._total.add_(wide.mT @ wide)
+            self._total.add_(_lower(wide, self._gram))
 
 
 def _blocks_on(device: torch.device, matrix: Matrix) -> Iterator[torch.Tensor]:
@@ -229,6 +229,17 @@ def _step(member: Member) -> int:
     """Bytes from it to the next one."""
     M, N = member.matrix.shape
     return aligned(M * N * member.dtype.itemsize)
+
+
+def _lower(block_KN: torch.Tensor, like_NN: torch.Tensor) -> torch.Tensor:
+    """blockᵀ·block, the lower triangle; what lies above it may be anything."""
+    import torch
+
+    if not cublas.takes(like_NN):
+        return block_KN.mT @ block_KN
+    product_NN = torch.empty_like(like_NN)
+    cublas.add_lower(product_NN, block_KN, begin=True)
+    return product_NN
 
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:

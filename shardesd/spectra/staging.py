@@ -76,13 +76,16 @@ class Pinned:
         self.arrived, self.worked = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
         """What was sent from it; what was made of that."""
         self._is_new = True
+        self._is_pinned = False
 
-    def pin(self) -> None:
-        """Before it is sent for the first time. By then the threads that read into it have brought its pages in, all
-        at once, which alone would take CUDA ten times as long as the rest, while this process could map no other."""
+    def pin(self) -> bool:
+        """Before it is sent; whether it is pinned. By the first time the threads that read into it have brought its
+        pages in, all at once, which alone would take CUDA ten times as long as the rest, while this process could map
+        no other."""
         if self._is_new:
             self._is_new = False
-            driver.pin(self.flat)
+            self._is_pinned = driver.pin(self.flat)
+        return self._is_pinned
 
 
 class Buffer:
@@ -103,9 +106,9 @@ class Buffer:
         self.there.flat.record_stream(travel)  # or what is still on its way could arrive in another's memory
         self.worked.record(torch.cuda.current_stream(device))  # after what was done with that memory before
 
-    def pin(self) -> None:
+    def pin(self) -> bool:
         """See `Pinned.pin`."""
-        self._pinned.pin()
+        return self._pinned.pin()
 
     def wait(self) -> None:
         """Until it may be read into, since what it held has arrived."""
@@ -235,9 +238,9 @@ class Staging:
         if not isinstance(where, Buffer):
             return Bytes(where.to(self._device))
         with torch.cuda.device(self._device):
-            where.pin()
+            pinned = where.pin()
             driver.wait(self._travel, where.worked)
-            driver.send(where.here, where.there.flat, nbytes, self._travel)
+            driver.send(where.here, where.there.flat, nbytes, self._travel, pinned=pinned)
             where.arrived.record(self._travel)
             driver.wait(torch.cuda.current_stream(), where.arrived)
         return where.there

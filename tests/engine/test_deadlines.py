@@ -35,7 +35,8 @@ def test_a_hung_group_is_given_its_patience_once() -> None:
     outcomes = list(engine.map(tasks, run_many=together))
     assert time.monotonic() - started < 20  # of 64 × 0.505
     assert [outcome.device for outcome in outcomes] == ["cpu"] * 64
-    assert len(notices) == 1 and "no answer" in notices[0]
+    assert len(notices) == 1
+    assert "no answer" in notices[0]
     never.set()
 
 
@@ -48,7 +49,8 @@ def test_a_gpu_is_given_a_deadline_of_its_own() -> None:
         return device
 
     (outcome,) = engine.map([Task(key=0, run=run, deadline=60.0, gpu_deadline=0.3)])
-    assert outcome.value == "cpu" and len(notices) == 1
+    assert outcome.value == "cpu"
+    assert len(notices) == 1
 
 
 @pytest.mark.parametrize(("M", "N"), [(512, 1408), (768, 2048), (2048, 8192), (4096, 11008), (8192, 28672)])
@@ -75,11 +77,13 @@ def test_a_gpu_that_hangs_before_it_begins_is_retired(
 
     engine = Engine(devices, budget=10**9, prepare=prepare, notice=notices.append)
     outcomes = list(engine.map(Task(key=i, run=lambda d: (time.sleep(0.05), d)[1]) for i in range(40)))
-    assert len(outcomes) == 40 and "cuda:0" not in {outcome.value for outcome in outcomes}
+    assert len(outcomes) == 40
+    assert "cuda:0" not in {outcome.value for outcome in outcomes}
     if len(devices) > 1:
         assert {outcome.value for outcome in outcomes} == {"cuda:1"}
     else:
-        assert len(notices) == 1 and "no answer" in notices[0]
+        assert len(notices) == 1
+        assert "no answer" in notices[0]
     never.set()
 
 
@@ -94,7 +98,8 @@ def test_a_thread_without_memory_to_begin_with_tries_again(monkeypatch: pytest.M
 
     engine = Engine(GPUS[:1], budget=10**9, prepare=prepare, classify=classify, notice=notices.append)
     outcomes = list(engine.map(Task(key=i, run=lambda d: d) for i in range(20)))
-    assert {outcome.value for outcome in outcomes} == {"cuda:0"} and not notices
+    assert {outcome.value for outcome in outcomes} == {"cuda:0"}
+    assert not notices
 
 
 def test_fewer_threads_do_where_there_is_no_memory_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +114,8 @@ def test_fewer_threads_do_where_there_is_no_memory_for_more(monkeypatch: pytest.
     begun.release()
     engine = Engine(GPUS[:1], budget=10**9, prepare=prepare, classify=classify, notice=notices.append)
     outcomes = list(engine.map(Task(key=i, run=lambda d: (time.sleep(0.02), d)[1]) for i in range(30)))
-    assert {outcome.value for outcome in outcomes} == {"cuda:0"} and not notices
+    assert {outcome.value for outcome in outcomes} == {"cuda:0"}
+    assert not notices
 
 
 def test_one_that_never_has_memory_to_begin_with_is_retired(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,18 +23,21 @@ def _staged(monkeypatch: pytest.MonkeyPatch) -> None:
     staged(monkeypatch)
 
 
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-11), (torch.float32, 2e-3)])
 @pytest.mark.parametrize("gap", [0, 1, 7])
 @pytest.mark.parametrize(
     "shape", [(3, 4, 4), (5, 9, 25), (2, 30, 3), (1, 1, 7), (4, 45, 33), (2, 384, 385), (2, 801, 800), (2, 5, 900)]
 )
-def test_grams_of_several_that_may_have_room_between_them(shape: tuple[int, int, int], gap: int) -> None:
+def test_grams_of_several_that_may_have_room_between_them(
+    shape: tuple[int, int, int], gap: int, dtype: torch.dtype, error: float
+) -> None:
     B, M, N = shape
-    flat = torch.from_numpy(RNG.standard_normal(B * (M * N + gap)))
+    flat = torch.from_numpy(RNG.standard_normal(B * (M * N + gap))).to(dtype)
     W_BMN = flat.as_strided(shape, (M * N + gap, N, 1))
     right = W_BMN.mT @ W_BMN if N <= M else W_BMN @ W_BMN.mT
-    grams = torch.full((B + 2, *right.shape[1:]), 7.0, dtype=torch.float64)
+    grams = torch.full((B + 2, *right.shape[1:]), 7.0, dtype=dtype)
     cublas.multiply_each(W_BMN, grams, 1)
-    torch.testing.assert_close(grams[1:-1].tril(), right.tril(), rtol=0, atol=1e-11)
+    torch.testing.assert_close(grams[1:-1].tril(), right.tril(), rtol=0, atol=error)
     assert (grams[0] == 7).all()
     assert (grams[-1] == 7).all()
 
@@ -47,6 +50,20 @@ def test_lower_triangles_are_added_up_from_blocks_however_they_lie(K: int, N: in
         cublas.add_lower(total, block)
         cublas.add_lower(total, block)
         torch.testing.assert_close(total.tril(), (0.5 + 2 * (block.mT @ block)).tril(), rtol=0, atol=1e-12)
+
+
+def test_float32_is_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However torch's user has set it for the process; NVIDIA's containers of torch allow it."""
+    staged(monkeypatch, 1 << 13)
+    monkeypatch.setattr(cublas, "takes", lambda gram: True)
+    W = RNG.standard_normal((200, 120)).astype(np.float32)
+    expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+    for Ws in ([W], [W] * 3):  # by blocks, and together
+        opened = [lambda: nullcontext([StoredMatrix(W, "F32")])] * len(Ws)
+        for found in spectra.compute_many(opened, n=120, device="cpu", precision="float32"):
+            assert isinstance(found, spectra.solve.Spectrum)
+            assert found.precision == "float32"
+            assert np.abs(found.eigs - expected).max() <= 2e-6 * expected[-1]
 
 
 @pytest.mark.parametrize("by_cublas", [True, False])

@@ -80,7 +80,7 @@ def test_without_nvidia_s_driver_torch_has_pinned_it(monkeypatch: pytest.MonkeyP
     """On another maker's GPU."""
     monkeypatch.setattr(driver, "library", lambda: None)
     monkeypatch.setattr(driver, "_patient", lambda: pytest.fail("asked for the driver"))
-    driver.pin(torch.zeros(8))
+    assert driver.pin(torch.zeros(8))
 
 
 def test_it_is_pinned_where_the_driver_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,5 +94,5 @@ def test_it_is_pinned_where_the_driver_is(monkeypatch: pytest.MonkeyPatch) -> No
     memory = torch.zeros(8)
     monkeypatch.setattr(driver, "library", object)
     monkeypatch.setattr(driver, "_patient", Patient)
-    driver.pin(memory)
+    assert not driver.pin(memory)
     assert asked == [(memory.data_ptr(), 32, 1)]

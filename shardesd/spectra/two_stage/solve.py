@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_BATCH = 65535  # blocks along y
+_PANELS = 64  # of six launches each, cuBLAS's too
 
 
 class Workspace:
@@ -91,7 +92,9 @@ def dense_to_band(launch: Launcher, compiled: Kernels, work: Workspace) -> None:
     A, XV, VX, W, Z, G = (work.at(name) for name in ("matrix", "xv", "vx", "w", "z", "products"))
     band = (work.at("band"), plan.band_columns * BAND_ROWS)
     depth = 0  # columns of the pairs that A still lacks
+    marks: list[torch.cuda.Event] = []
     for k in range(0, N, WIDTH):
+        _let_others_in(marks, k // WIDTH)
         s = k + WIDTH  # the first row below the panel
         tiles = (N - s) // WIDTH
         cluster = compiled.fitting_cluster(-(-max(1, tiles) // PANEL_WARPS), min(MAX_CLUSTER, max(1, tiles)), B)
@@ -114,6 +117,18 @@ def dense_to_band(launch: Launcher, compiled: Kernels, work: Workspace) -> None:
             side = -(-(N - s) // 64)
             launch("update", (side * (side + 1) // 2, B), (128, 1), A, XV, VX, N, s, pair, shared=UPDATE_SHARED)
             depth = 0
+
+
+def _let_others_in(marks: list[torch.cuda.Event], panel: int) -> None:
+    """Before a launch would have to wait for room in the stream, which takes about 1,000, with the interpreter's lock
+    held: waits for those of `_PANELS` and more panels ago, while others have it. Up to n = 4096 there is room for all.
+    """
+    import torch
+
+    if panel and panel % _PANELS == 0:
+        marks.append(torch.cuda.current_stream().record_event())
+        if len(marks) > 1:
+            marks.pop(0).synchronize()
 
 
 def band_to_tridiagonal(launch: Launcher, compiled: Kernels, work: Workspace, verdict_B: torch.Tensor) -> None:
