@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from shardesd import spectra
@@ -14,7 +15,9 @@ from shardesd.engine import (
     Engine,
     Neighbours,
     SharedEngine,
+    Visible,
     available_memory,
+    cuda_uuids,
     discover,
     has_context,
     load_nvml,
@@ -48,7 +51,8 @@ def shared_engine(
         engine.use(devices)
         on_change()
 
-    engine = SharedEngine(make, (), budget=scan.max_memory or available_memory() // 2, on_busy=on_busy)
+    budget = scan.max_memory or available_memory() // 2
+    engine = SharedEngine(make, (), budget=budget, on_busy=on_busy, on_idle=_give_back)
     with ExitStack() as stack:
         watch = None if gpu is None else stack.enter_context(_watched(scan, gpu, emit=emit, use=use))
         stack.enter_context(engine)
@@ -68,7 +72,7 @@ def _watched(
     While the context lasts, `use` is told which devices may be used whenever that changes. Raises `OptionError` where
     CUDA is asked for and missing.
     """
-    # NVML counts GPUs in this order; it must be set before CUDA starts.
+    # The order of NVML, and of numbers in CUDA_VISIBLE_DEVICES; it must be set before CUDA starts.
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     indices = _indices(scan.device)
     found = _nvml(emit) if indices else None
@@ -102,8 +106,9 @@ def _give_back() -> None:
     """Hands what torch keeps for later back to the GPUs: one of them may have been left to others."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        spectra.drop_buffers()
-        torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # a GPU is lost, and after that torch asks none of them
+            spectra.drop_buffers()
+            torch.cuda.empty_cache()
 
 
 def _indices(choice: str) -> list[int]:
@@ -128,10 +133,23 @@ def _nvml(emit: Callable[[BatchEvent], None]) -> tuple[Any, Any] | None:
     except Exception as error:  # ImportError, and NVML's own
         emit(Notice(message=f"NVML can't be asked ({error}): GPUs are used without regard to others' work"))
         return None
-    if len(gpus) != torch.cuda.device_count():
+    matched = _as_cuda_counts(gpus, torch.cuda.device_count())
+    if matched is None:
         emit(Notice(message="NVML and CUDA see different GPUs: they are used without regard to others' work"))
         return None
-    return nvml, gpus
+    return nvml, matched
+
+
+def _as_cuda_counts(gpus: list[Visible], count: int) -> list[Visible] | None:
+    """NVML's GPUs by the numbers that CUDA gives them, whatever order it has been told; None where they aren't the
+    same. (A part of a GPU, by MIG, has a UUID of its own.)"""
+    uuids = cuda_uuids(count)
+    if uuids is None or any(gpu.uuid.startswith("MIG-GPU-") for gpu in gpus):  # by the GPU's, in old drivers
+        return gpus if len(gpus) == count else None
+    known = {gpu.uuid.partition("-")[2].replace("-", "").lower(): gpu for gpu in gpus}
+    if not all(uuid in known for uuid in uuids):
+        return None
+    return [replace(known[uuid], index=index) for index, uuid in enumerate(uuids)]
 
 
 def _allocated(index: int) -> int | None:

@@ -1,6 +1,15 @@
 """Devices, the memory budget and the queue that carry the work. Knows nothing of what the work computes."""
 
-from shardesd.engine.devices import Device, available_memory, cpu_count, cpu_device, discover, has_context, peak_memory
+from shardesd.engine.devices import (
+    Device,
+    available_memory,
+    cpu_count,
+    cpu_device,
+    cuda_uuids,
+    discover,
+    has_context,
+    peak_memory,
+)
 from shardesd.engine.neighbours import GpuUse, Neighbours, Visible, load_nvml, visible_gpus
 from shardesd.engine.queue import Engine
 from shardesd.engine.shared import SharedEngine
@@ -23,6 +32,7 @@ __all__ = [
     "close_at_exit",
     "cpu_count",
     "cpu_device",
+    "cuda_uuids",
     "discover",
     "has_context",
     "load_nvml",

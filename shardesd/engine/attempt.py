@@ -47,7 +47,7 @@ def prepared(
             prepare(device)
         except Exception as error:
             pause = next(pauses, None)
-            if pause is None or classify(error) != "memory":
+            if pause is None or device.name == "cpu" or classify(error) != "memory":
                 return bare(error)
             time.sleep(pause)
         else:

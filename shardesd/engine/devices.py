@@ -69,6 +69,21 @@ def has_context(index: int) -> bool:
     return bool(driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active)) or active.value)
 
 
+def cuda_uuids(count: int) -> list[str] | None:
+    """The first so many devices' UUIDs as 32 hexadecimal digits, as CUDA counts them in this process; None where its
+    driver doesn't tell. No context is made for it."""
+    driver = _cuda_driver()
+    if driver is None or not hasattr(driver, "cuDeviceGetUuid_v2") or driver.cuInit(0):
+        return None
+    device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    found = []
+    for index in range(count):
+        if driver.cuDeviceGet(ctypes.byref(device), index) or driver.cuDeviceGetUuid_v2(uuid, device):
+            return None
+        found.append(bytes(uuid).hex())
+    return found
+
+
 def _cuda_driver() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL("libcuda.so.1")
@@ -118,9 +133,15 @@ def peak_memory() -> int:
 
 
 def _gpu(name: str, fraction: float) -> Device:
+    """One that CUDA refuses has no memory: what is wrong with it is said once it is prepared, and others take its
+    work."""
     import torch
 
-    free, _ = torch.cuda.mem_get_info(name)
+    try:
+        free, _ = torch.cuda.mem_get_info(name)
+        free += torch.cuda.memory_reserved(name) - torch.cuda.memory_allocated(name)  # torch keeps it for us
+    except RuntimeError:
+        free = 0
     return Device(name, slots=GPU_SLOTS, budget=free * fraction)
 
 

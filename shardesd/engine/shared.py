@@ -60,11 +60,13 @@ class SharedEngine(Engine):
         *,
         budget: int,
         on_busy: Callable[[str, float], None] = lambda device, seconds: None,
+        on_idle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_busy` is told a device's name and the seconds of each task that it has finished."""
+        """`on_busy` is told a device's name and the seconds of each task that it has finished; `on_idle` is called
+        when no device may be used any more and nothing is under way."""
         super().__init__(devices, budget=budget)
         self._make = make
-        self._on_busy = on_busy
+        self._on_busy, self._on_idle = on_busy, on_idle
         self._changed = threading.Condition()
         self._clients: deque[_Client] = deque()
         self._again: deque[tuple[_Client, _Any]] = deque()
@@ -173,6 +175,8 @@ class SharedEngine(Engine):
 
     def _drive(self) -> None:
         while True:
+            if not self.devices:
+                self._on_idle()
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self.devices)
                 if self._closed:

@@ -6,6 +6,8 @@ import gc
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -344,3 +346,69 @@ def test_a_refused_product_is_told_in_torch_s_words() -> None:
     ) as told:
         cublas.batched(-1, 1)(0, 0, 0, 8, 8)
     assert spectra.trouble(told.value) == "task"
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_float32_is_never_tf32(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However torch's user has set it for the process; NVIDIA's containers of torch allow it."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    W = np.random.default_rng(0).standard_normal((3000, 600)).astype(np.float32)
+    count = 3 if together else 1
+    result = shardesd.scan(
+        {f"layers.{i}.up_proj.weight": torch.from_numpy(W) for i in range(count)},
+        **{"device": "cuda:0", "precision": "float32", "cache": False},
+    )
+    expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
+    assert len(result.spectra) == count
+    for eigs in result.spectra.values():
+        assert np.abs(eigs - expected).max() <= 2e-6 * expected[-1]
+
+
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_others_run_while_a_device_stands_still(n: int) -> None:
+    """A stream takes about 1,000 launches; the next one waits, and must not keep the interpreter's lock."""
+    if two_stage.unavailable_reason(torch.device("cuda", 0)) is not None:
+        pytest.skip("the batched solver can't run here")
+    G = torch.randn(1, n, n, dtype=torch.float64, device="cuda")
+    G += G.mT.clone()
+    for _ in range(2):
+        two_stage.eigvalsh_batched(G)
+        torch.cuda.synchronize()
+    over, longest = threading.Event(), [0.0]
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not over.is_set():
+            time.sleep(0.002)
+            now = time.perf_counter()
+            longest[0], last = max(longest[0], now - last), now
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    torch.cuda._sleep(4_000_000_000)  # two seconds and more
+    two_stage.eigvalsh_batched(G)
+    torch.cuda.synchronize()
+    over.set()
+    ticking.join()
+    assert longest[0] < 0.5
+
+
+@pytest.mark.skipif(not cusolver.available() if torch.cuda.is_available() else True, reason="needs XsyevBatched")
+def test_threads_that_come_and_go_leave_no_handles_behind() -> None:
+    G = torch.randn(8, 64, 64, dtype=torch.float64, device="cuda")
+    G += G.mT.clone()
+
+    def once() -> None:
+        torch.cuda.set_device(0)
+        cusolver.eigvalsh_batched(G.clone())
+
+    def left(threads: int) -> int:
+        for _ in range(threads):
+            thread = threading.Thread(target=once)
+            thread.start()
+            thread.join()
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(0)[0])
+
+    before = left(2)
+    assert before - left(20) < 1 << 25

@@ -1,7 +1,8 @@
 """Eigenvalues of many symmetric matrices at once on a CUDA device, in two stages (dense to band, band to tridiagonal).
 
 One call takes a batch of equal size. Everything runs on the caller's stream and nothing synchronises: the verdicts stay
-on the device, and the caller looks at them whenever it reads the eigenvalues anyway.
+on the device, and the caller looks at them whenever it reads the eigenvalues anyway. (Beyond n = 4096 a stream hasn't
+room for all launches: the call waits for the first of them.)
 
 Needs compute capability 9.0 (thread-block clusters) and the package cuda-core: `unavailable_reason`.
 """
