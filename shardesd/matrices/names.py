@@ -73,7 +73,8 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "o_proj",
         (
             r"o_proj|out_lin|to_out(?:\.0)?|attn_out",
-            rf"{ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
+            # MobileBERT's bottleneck makes the inputs of an attention.
+            rf"(?<!bottleneck\.){ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
         ),
     ),
     ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|weights_in|w12|w13|input_linear|{MLP}\.Wi",)),

@@ -142,6 +142,18 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         names="q_b_proj|q_proj", models=MLA, when="rows == heads * (qk_nope_head_dim + qk_rope_head_dim)", heads="heads"
     ),
     Layout(names="o_proj", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
+    # Heads of their own number, or none.
+    Layout(
+        names=r"t2u_model\.model\.encoder\.layers\.\d+\.self_attn\.(?:[qkv]|out)_proj",
+        models=("seamless_m4t*",),
+        heads="t2u_encoder_attention_heads",
+    ),
+    Layout(
+        names=r"t2u_model\.model\.decoder\.layers\.\d+\.(?:self_attn|cross_attention)\.(?:[qkv]|out)_proj",
+        models=("seamless_m4t*",),
+        heads="t2u_decoder_attention_heads",
+    ),
+    Layout(names=r"downsample\.assign\.[qkv]_proj", models=("groupvit*",), heads="1"),
     Layout(names="q_a_proj", heads="1"),
     Layout(
         names="q_gate_proj",
@@ -181,6 +193,15 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
             "v: linear_num_value_heads * linear_value_head_dim",
             **{"q": "linear_num_key_heads", "k": "linear_num_key_heads", "v": "linear_num_value_heads"},
         ),
+    ),
+    # Gated delta nets: values and outputs by value heads, queries and keys by key heads.
+    *(
+        Layout(names=rf"linear_attn\.{names}", when=f"{side} == {heads} * {width}", heads=heads)
+        for names, side, heads, width in (
+            ("[qk]_proj", "rows", "linear_num_key_heads", "linear_key_head_dim"),
+            ("v_proj", "rows", "linear_num_value_heads", "linear_value_head_dim"),
+            ("(?:out|o)_proj", "columns", "linear_num_value_heads", "linear_value_head_dim"),
+        )
     ),
     # Mamba: what goes through the convolution, and the gate. Zamba has them row by row.
     Layout(names=r"(?:mixer|mamba)\.in_proj", models=("mamba", "falcon_mamba", "jamba"), parts=parts("x", "z")),
@@ -222,7 +243,10 @@ MLP: tuple[Layout, ...] = (
         parts=GATE_UP,
     ),
     Layout(names=r"mlp\.Wi", models=("modernbert*",), parts=parts("input", "gate")),
-    Layout(names="dense_h_to_4h", models=("chatglm",), parts=GATE_UP),
+    # ChatGLM 2 and 3; the first has no gate, and another word for the width.
+    Layout(names="dense_h_to_4h", models=("chatglm",), when="rows == 2 * ffn_hidden_size", parts=GATE_UP),
+    Layout(names="dense_h_to_4h", models=("chatglm",), when="rows == inner_hidden_size"),
+    Layout(names="dense_h_to_4h", models=("chatglm",), note="analysed whole: config.json doesn't tell of a gate"),
     Layout(names="shared_mlp.input_linear", models=("granitemoe*",), parts=GATE_UP),
     Layout(names="input_linear", models=("granite_speech*",)),
     Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=UP_GATE),

@@ -16,6 +16,8 @@ _TOWERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("talker_config",), r"talker"),
     (("token2wav_config", "code2wav_config"), r"token2wav|code2wav"),
     (("vision_config", "visual", "vision_encoder_config", "vit_config"), r"visual|vit|vision\w*|image_encoder|img_\w+"),
+    (("image_config",), r"image_model"),
+    (("multimodal_config",), r"multimodal_model"),
     (("audio_config", "audio_encoder", "speech_config", "sound_config"), r"audio\w*|speech\w*|sound\w*"),
     (("qformer_config",), r"q_?former"),
     (("text_config", "llm_config", "language_config", "text_encoder"), r"text\w*|language_model|llm"),

@@ -19,6 +19,7 @@ from emitted import Emitted, emitted
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
 from safetensors.torch import save_file
+from tiny_modules import inside, model, module, of, randomise, save
 from torch import nn
 
 import shardesd
@@ -95,53 +96,12 @@ def product_of(gated: Gated, up: Emitted, gate: Emitted) -> torch.Tensor:
     return through(up) * gated.gate(through(gate))
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    """Every weight random, no biases."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.double().eval().named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(std=0.3)
-    return model
-
-
 def sound(model: nn.Module) -> object:
     return model(torch.randn(2, 400, dtype=torch.float64))
 
 
 def features(width: int) -> Callable[[nn.Module], object]:
     return lambda model: model(torch.randn(2, 24, width, dtype=torch.float64))
-
-
-def inside(*shape: int) -> Callable[[nn.Module], object]:
-    """Runs the only module of what `module` makes."""
-    return lambda model: model.get_submodule(model.prefix)(torch.randn(2, *shape, dtype=torch.float64))
-
-
-def of(name: str, **settings: Any) -> Any:
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"transformers {transformers.__version__} doesn't have {name}")
-    return getattr(transformers, f"{name}Config")(**settings)
-
-
-def module(config: str, home: str, name: str, prefix: str, *more: Any, **settings: Any) -> Callable[[], nn.Module]:
-    """One module of a model by itself, under the name that it has there; `more` it is told beside the config."""
-
-    def make() -> nn.Module:
-        made = of(config, **settings)
-        model: nn.Module = getattr(pytest.importorskip(f"transformers.models.{home}"), name)(made, *more)
-        for word in reversed(prefix.split(".")):
-            model = nn.ModuleDict({word: model})
-        model.config, model.prefix = made, prefix  # type: ignore[assignment]
-        return model
-
-    return make
-
-
-def model(config: str, name: str, **settings: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(transformers, name)(of(config, **settings))
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], int]] = {
@@ -480,8 +440,3 @@ def test_a_users_row_for_a_convolution(tmp_path: Path) -> None:
         layouts.write_text(f"[[layout]]\n{row}\n{more}\n")
         with pytest.raises(OptionError, match="conv goes with neither"):
             shardesd.scan(tmp_path, layout=str(layouts))
-
-
-def save(model: nn.Module, folder: Path) -> None:
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
-    model.config.save_pretrained(folder)
