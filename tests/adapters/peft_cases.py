@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -94,6 +95,20 @@ def qwen3_moe() -> nn.Module:
         max_position_embeddings=12,
     )
     return transformers.Qwen3MoeForCausalLM(config)
+
+
+def square_experts(config: str, name: str, **options: Any) -> nn.Module:
+    """A mixture whose down_proj is square, of a class that may mark its stacks as transposed."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} doesn't have {name}")
+    sizes = {
+        **{"vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 3},
+        **{"num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    made = getattr(transformers, f"{config}Config")(**{**sizes, **options})
+    model: nn.Module = getattr(transformers, name)(made)
+    return model
 
 
 def gpt_oss(square: bool = False) -> nn.Module:
