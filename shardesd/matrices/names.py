@@ -62,7 +62,8 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "qkv",
         (
-            r"qkv|qkv_proj|qkv_linear|qkv_fused|attn_qkv|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
+            r"g?qkv|g?qkv_proj|qkv_linear|qkv_fused|attn_qkv|to_qkv|to_qkv_mlp_proj|[Ww]qkv|query_key_value|W_pack|att_proj",
+            r"in_proj_weight|in_proj_qkvz?",
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
@@ -77,7 +78,13 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"(?<!bottleneck\.){ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
         ),
     ),
-    ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|weights_in|w12|w13|input_linear|{MLP}\.Wi",)),
+    (
+        "gate_up",
+        (
+            r"gate_up_proj|up_gate_proj|proj_up_gate_z|gate_and_up|gate_up|ff_proj|weights_in|w12|w13(?:_\w+)?",
+            rf"input_linear|shared_w13_weight|gate_and_up_projs|{MLP}\.Wi",
+        ),
+    ),
     ("gate_proj", (r"gate_proj|w1|wi_0",)),
     (
         "up_proj",
@@ -127,6 +134,9 @@ _EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
 # type of its module.
 _PARAMETER = re.compile(r"\.(?:bias|weight|weight_\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$")
 
+_WRAPPED = ".base_layer"
+"""What peft puts behind the name of a layer that it wraps, in files of models with adapters of their own."""
+
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 _BLOCK_NUMBER = re.compile(
@@ -160,7 +170,12 @@ def parse_name(name: str) -> Name:
 
 def role(longname: str) -> str:
     """What the matrix does in its block: `Name.block_type`, but ``gate_up``, ``down_proj`` … inside an expert too."""
-    return _role_of(unnumbered(_PARAMETER.sub("", longname[-_LONGEST:])))
+    return _role_of(unnumbered(unwrapped(_PARAMETER.sub("", longname[-_LONGEST:]))))
+
+
+def unwrapped(longname: str) -> str:
+    """The layer's own name where an adapter's wrapper stands around it."""
+    return longname.removesuffix(_WRAPPED)
 
 
 @lru_cache(maxsize=1024)  # each is asked for several times while its tensor is planned

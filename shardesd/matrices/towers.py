@@ -50,6 +50,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"multi_query": True, "new_decoder_architecture": True},
     "gpt_bigcode": {"multi_query": True},
     "chatglm": {"multi_query_attention": False},
+    "openelm": {"ffn_with_glu": True},
 }
 
 

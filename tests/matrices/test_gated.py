@@ -18,7 +18,6 @@ import torch
 from emitted import Emitted, emitted
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
-from safetensors.torch import save_file
 from tiny_modules import inside, model, module, of, randomise, save
 from torch import nn
 
@@ -198,6 +197,7 @@ def test_both_halves_of_a_gated_layer(name: str, tmp_path: Path) -> None:
 
 
 VISION = {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": H}, "downsample_factor": 2}
+GATING = {"hidden_size": H, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 PROJECTED: dict[str, tuple[Callable[[], nn.Module], str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "cohere2_vision": (
         module(
@@ -232,6 +232,16 @@ PROJECTED: dict[str, tuple[Callable[[], nn.Module], str, str, Callable[[torch.Te
         ),
         *("fc1.proj", "fc2", nn.functional.gelu),
     ),
+    **{
+        name: (
+            module(config, f"{name}.modeling_{name}", f"{config}GatingMLP", f"{path}.layers.0.mlp", **GATING),
+            *("fc1", "fc2", nn.functional.silu),
+        )
+        for name, config, path in (
+            ("moshi", "Moshi", "decoder.model"),
+            ("kyutai_speech_to_text", "KyutaiSpeechToText", "model"),
+        )
+    },
 }
 
 
@@ -250,23 +260,6 @@ def test_both_halves_of_a_projector(name: str, tmp_path: Path) -> None:
         inside(16, H)(built)
         up, gate = (halves[f"{built.prefix}.{first}_{word}"] for word in ("up", "gate"))
         torch.testing.assert_close(product_of(Gated(layer, seen["given"], down, act), up, gate), seen["product"])
-
-
-@pytest.mark.parametrize(("word", "halves"), [("gated_layers", ("gate", "up")), ("up_gated_layer", ("up", "gate"))])
-def test_jinas_berts_of_their_own_code(tmp_path: Path, word: str, halves: tuple[str, str]) -> None:
-    """Which half is activated, by the code on the Hub: `act(x[:I]) * x[I:]`, and `up * act(gated)` of a chunk."""
-    layer = nn.Linear(H, 80, bias=False)
-    name = f"encoder.layer.0.mlp.{word}"
-    save_file({f"{name}.weight": layer.weight.detach()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "intermediate_size": 40}')
-    found = emitted(tmp_path)
-    given = torch.randn(5, H)
-    first, second = layer(given).chunk(2, dim=1)
-    product = {"gate": first, "up": second} if halves[0] == "gate" else {"up": first, "gate": second}
-    expected = product["up"] * nn.functional.gelu(product["gate"])
-    gated = Gated(layer, given, expected, nn.functional.gelu)
-    torch.testing.assert_close(product_of(gated, found[f"{name}_up"], found[f"{name}_gate"]), expected)
-    assert name not in found
 
 
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], str, tuple[str, ...]]] = {
