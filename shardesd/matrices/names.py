@@ -18,8 +18,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "position",
         (
-            r"wpe|embed_positions|positions_embed|rel_embeddings|rel_pos_[hw]",
-            r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table)?",
+            r"wpe|embed_positions|positions_embed|rel_embeddings|rel_pos_[hw]|pe_k|position_enc",
+            # ProphetNet's relative_pos_embeddings is a linear layer.
+            r"(?!relative_pos_embeddings$)"
+            r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table|_layer|_vlm)?",
+            r"(?:row|column)_embedder|distance_embedding",
             r"(?:\w*_)?relative_(?:attention|position)_(?:bias|bias_table|embedding|embeddings)",
         ),
     ),
@@ -28,6 +31,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"(?:\w*_)?(?:[Ll]ayer|[Bb]atch|[Gg]roup|[Ii]nstance|[Rr][Mm][Ss])?_?(?:[Nn]orm|layrnorm|normalization)\d*",
             r"(?:\w*_)?(?:layer)?norm_(?:before|after|pre|post|attn|mlp|ffn|cross|embeddings?|\d+|[a-z])",
+            r"norm\.scale",
             r"(?:\w*_)?ln_?(?:\d+|f|out|pre|post|attn|mlp|x)?|(?:\w*_)?[bg]n\d*",
         ),
     ),
@@ -49,8 +53,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "embedding",
         (
-            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens|embed_tokens_per_layer|tokens_embed",
-            r"(?:word|tok|token|token_type|segment|lang|language|class|speaker|char|input|entity)_embeddings?",
+            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens(?:\.\d+)?|embed_tokens_per_layer|tokens_embed",
+            r"(?:word|tok|token|text_token|token_type|segment|lang|language|class|speaker|char|entity|unit)_embeddings?",
+            r"token_type_embeddings_\d+|(?<!embedder\.)input_embeddings?",  # PatchTST's embedder has a linear layer
+            r"embed_audio_tokens|pronunciation_embed|num_speakers_embed|label_embeddings_concat",
+            rf"{TOP}query|(?:\w+_)?projector\.query|quer(?:y|ies)_(?:embed|embedder|features)|latent_query|latents_\dd",
             r"(?:cls|class|mask|dist|distillation|register|query)_tokens?|masked_spec_embed|mask_emb|probe|latents",
             rf"(?:{TOP}|model\.|transformer\.)shared",
         ),
