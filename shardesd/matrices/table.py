@@ -40,7 +40,11 @@ PATCHED = QWEN_LIKE_VISION + _models(
     "vit vit_mae vit_msn vivit videomae deit beit data2vec-vision dinov2* dinov3_vit ijepa eomt dpt yolos vilt vitdet"
     " clip* siglip siglip_* chinese_clip* clipseg* owlvit* owlv2* xclip* metaclip_2* altclip* blip* instructblip* git*"
     " idefics* flava* groupvit* layoutlmv3 swin swinv2 swin2sr donut-swin sam sam_* seggpt mgp-str timesformer pixtral"
-    " internvl* intern_vit_6b convnext convnextv2"
+    " internvl* intern_vit_6b convnext convnextv2 aimv2* bridgetower* cohere_compass* eomt_dinov3 exaone4_5* focalnet"
+    " glm5_next* glm_image* glm_ocr* got_ocr2* granite_docling* hunyuan_vl* hy_v4_vl* janus* kimi_k25* kosmos_2_vision*"
+    " lw_detr_vit maskformer-swin minicpm_ocr* minicpmv4_* minimax_m3_vl* mlcd* ovis2* paddleocr_vl* phi4_multimodal*"
+    " pixio pp_chart2table* qianfan_ocr* qwen2_5_omni* rf_detr* sam3* sapiens2 slanext* smolvlm* step3p5* tipsv2* udop"
+    " video_llama_3* videomt vjepa2"
 )
 """Models that cut an image into patches which don't overlap: the kernel steps by its own size."""
 
@@ -347,11 +351,14 @@ EXPERTS: tuple[Layout, ...] = (
 
 PATCHES: tuple[Layout, ...] = (
     Layout(
-        names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv",
+        names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv"
+        r"|embeddings\.(?:proj|projection)|embed_patches\.proj",
         models=PATCHED,
         when="kernel == patch_size",
         flatten=True,
     ),
+    # Their kernel is their stride, which config.json gives side by side.
+    Layout(names=r"patch_embeddings\.projection", models=("vivit", "videoprism*"), flatten=True),
     Layout(
         names=r"feature_(?:extractor|encoder)\.conv_layers\.0\.conv", models=SOUND, when="channels == 1", flatten=True
     ),
