@@ -134,6 +134,13 @@ def vit() -> tuple[nn.Module, Any]:
     return transformers.ViTForImageClassification(config), "all-linear"
 
 
+def dinov2() -> tuple[nn.Module, Any]:
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return transformers.Dinov2Model(config), "all-linear"
+
+
 def whisper() -> tuple[nn.Module, Any]:
     config = transformers.WhisperConfig(
         vocab_size=23,

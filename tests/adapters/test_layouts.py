@@ -19,6 +19,7 @@ from peft_cases import (
     assert_equal,
     bert,
     check,
+    dinov2,
     gpt2,
     llama,
     make_case,
@@ -211,7 +212,7 @@ def test_a_language_model_inside_another(pairs: list[tuple[str, str]], tmp_path:
     assert_equal(ours, renamed(case.merged, *pairs) | vision)
 
 
-@pytest.mark.parametrize("build", [vit, whisper, roberta, neox, tied_t5])
+@pytest.mark.parametrize("build", [vit, dinov2, whisper, roberta, neox, tied_t5])
 def test_names_on_disk_of_other_models(build: Any, tmp_path: Path) -> None:
     """The files that transformers writes, for classes that rename, prefix or tie."""
     model, targets = build()
