@@ -62,9 +62,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"(?:{TOP}|model\.|transformer\.)shared",
         ),
     ),
-    # RWKV's channel mix calls its two matrices key and value.
-    ("up_proj", (r"(?:feed_forward|ffn)\.key",)),
-    ("down_proj", (r"(?:feed_forward|ffn)\.value",)),
+    # RWKV's channel mix calls its two matrices key and value. Qwen's first multiplies w1 by what it activates of w2; in
+    # vision transformers (EVA, DINOv2) w3 comes last.
+    ("gate_proj", (r"h\.\d+\.mlp\.w2",)),
+    ("up_proj", (r"(?:feed_forward|ffn)\.key|h\.\d+\.mlp\.w1|blocks\.\d+\.mlp\.w2",)),
+    ("down_proj", (r"(?:feed_forward|ffn)\.value|blocks\.\d+\.mlp\.w3",)),
     ("kv", (r"kv|kv_proj|to_kv|[Ww]kv|key_value|kv_a_proj_with_mqa|kv_[ab]_proj|crossattention\.c_attn",)),
     (
         "qkv",
@@ -149,6 +151,8 @@ _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 _BLOCK_NUMBER = re.compile(
     r"(?:^|\.)(?:(?:\w+_)?(?:layers?|blocks?|stages?|groups?|resblocks)|h|features|cells)\.([0-9]{1,9})(?=\.|$)"
 )
+# What holds numbered layers in some models and parts of a block in others: counts where nothing else is numbered.
+_OTHER_NUMBER = re.compile(r"(?:^|\.)(?:attentions|ffns|conformer|encoders|self_attends|mixers)\.([0-9]{1,9})(?=\.|$)")
 _NAMED_BLOCK = re.compile(r"(?:^|\.)(?:layer|stage|block|denseblock)([0-9]{1,9})(?=\.|$)")
 
 
@@ -204,7 +208,8 @@ def is_stack(longname: str) -> bool:
 
 def _layer_index(longname: str) -> int | None:
     found = [match for rule in (_BLOCK_NUMBER, _NAMED_BLOCK) if (match := rule.search(longname))]
-    return int(min(found, key=lambda match: match.start())[1]) if found else None
+    first = min(found, key=lambda match: match.start()) if found else _OTHER_NUMBER.search(longname)
+    return int(first[1]) if first else None
 
 
 _DIGITS = re.compile("([0-9]+)")
