@@ -91,7 +91,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "gate_up",
         (
             r"gate_up_proj|up_gate_proj|proj_up_gate_z|gate_and_up|gate_up|ff_proj|weights_in|w12|w13(?:_\w+)?",
-            rf"input_linear|shared_w13_weight|gate_and_up_projs|{MLP}\.Wi",
+            rf"input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
         ),
     ),
     ("gate_proj", (r"gate_proj|w1|wi_0",)),

@@ -248,6 +248,7 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
     ),
     Layout(names=r"conv\.in_proj", models=("lfm2*", "lfm3*"), parts=parts("B", "C", "x")),
     Layout(names=r"(?:mixer|mamba)\.in_proj", note="fused in_proj analysed whole"),
+    Layout(names=r"(?:mixer|mamba)\.x_proj", note="fused x_proj analysed whole"),
 )
 
 MLP: tuple[Layout, ...] = (
@@ -306,9 +307,8 @@ SEVERAL = (
         note=MODULATIONS,
     ),
     Layout(names=r"adaln_proj|adaLN_modulation\.\d+|(?:img_|txt_)?mod(?:ulation)?\.lin", note=MODULATIONS),
-    Layout(
-        names=r"diffusion_head\.(?:layers\.\d+\.linear|final_layer\.linear_1)", models=("vibevoice*",), note=MODULATIONS
-    ),
+    # VibeVoice's, which lies beside the towers that config.json tells of.
+    Layout(names=r"diffusion_head\.(?:layers\.\d+\.linear|final_layer\.linear_1)", note=MODULATIONS),
     Layout(names=r"head\.linear", models=("wavtokenizer", "xcodec2", "neucodec"), parts=parts("magnitude", "phase")),
 )
 
