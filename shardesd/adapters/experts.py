@@ -23,8 +23,8 @@ from shardesd.records import TensorRef
 _ORDER = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
 # Where transformers' stack comes from on disk, in the order in which it is put together.
 _PARTS = {"gate_up_proj": (("gate_proj", "w1"), ("up_proj", "w3")), "down_proj": (("down_proj", "w2"),)}
-# Classes that store (experts, in, out): `is_transposed` in transformers.
-_TRANSPOSED_MODELS = ("gpt_oss", "llama4", "llama4_text")
+# Classes that transformers marks `is_transposed`, which peft reads. Llama 4's, (experts, in, out) too, is not marked.
+_TRANSPOSED_MODELS = ("gpt_oss", "openai_privacy_filter", "aria", "aria_text")
 _SWAP = (0, 19)
 """The peft version from which A's inputs are the stack's last axis, unless the class is transposed."""
 

@@ -40,7 +40,7 @@ _RENAMES_BACK = (
     (r"(^|\.)LayerNorm\.gamma$", r"\1LayerNorm.weight"),
     (r"(^|\.)LayerNorm\.beta$", r"\1LayerNorm.bias"),
 )
-# ViT and its kin were renamed wholesale in transformers 5, in memory only.
+# ViT and its kin were renamed wholesale in transformers 5, in memory only; of some (DINOv2) the leaves alone.
 _VIT = (
     ("attention.q_proj", "attention.attention.query"),
     ("attention.k_proj", "attention.attention.key"),
@@ -52,6 +52,7 @@ _VIT = (
 _RENAMES_VIT = (
     *((rf"(^|\.)layers\.(\d+)\.{re.escape(new)}$", rf"\1encoder.layer.\2.{old}") for new, old in _VIT),
     *((rf"(^|\.)encoder\.layer\.(\d+)\.{re.escape(old)}$", rf"\1layers.\2.{new}") for new, old in _VIT),
+    *((rf"(layers?\.\d+)\.{re.escape(a)}$", rf"\1.{b}") for new, old in _VIT for a, b in ((new, old), (old, new))),
 )
 _HEADS = ("lm_head", "embed_out", "output_layer", "proj_out", "predictions.decoder", "lm_head.decoder", "output")
 _EMBEDDINGS = re.compile(

@@ -73,7 +73,7 @@ _BY_NAME = (
         ends_with(
             r"(?:\w+_)?inv_freq|position_ids|token_type_ids|running_mean|running_var|num_batches_tracked",
             r"relative_position_index|relative_coords_table|freqs_cis|(?:cos|sin)(?:_cached)?",
-            r"(?:rotary_emb|rotary_pos_emb)\.\w+",
+            r"(?:rotary_emb|rotary_pos_emb)\.\w+|(?:weight|bias)_integer|embed_avg",
         ),
     ),
     (
@@ -85,7 +85,7 @@ _BY_NAME = (
             r"codebooks|(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
         ),
     ),
-    (BIAS, ends_with(r"(?:\w+_)?bias(?:es)?")),
+    (BIAS, ends_with(r"(?:\w+_)?bias(?:es)?(?:_[uv])?")),
     (PARAMETRISED, ends_with(r"parametrizations\.\w+\.\w+", r"weight_[guv]|weight_orig")),
     (
         ELEMENTWISE,
@@ -116,6 +116,9 @@ def reason_by_name(
     # T5's and Swin's relative_…_bias tables are positions, not biases.
     if block_type != "position" and (reason := _reason_of(unnumbered(name))):
         return reason
+    # What is looked up by number has two dimensions: a weight of more is a convolution's.
+    if block_type == "embedding" and ndim is not None and ndim > 2 and name.endswith(".weight"):
+        return ""
     if block_type in _BY_BLOCK_TYPE and not (options.embeddings and block_type != "norm"):
         return _BY_BLOCK_TYPE[block_type]
     if name.endswith("weight") and f"{name.removesuffix('weight')}running_mean" in siblings:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardesd.matrices.expressions import Unknown, holds, size
-from shardesd.matrices.names import ends_with, role, unnumbered
+from shardesd.matrices.names import ends_with, role, unnumbered, unwrapped
 from shardesd.matrices.towers import Values
 
 ALL = slice(None)
@@ -126,8 +126,8 @@ class Table:
         self._by_model: dict[str, tuple[tuple[Layout, re.Pattern[str]], ...]] = {}
 
     def stem(self, longname: str) -> str:
-        """What counts of a name: not the number of a layer or an expert, where no row asks for one."""
-        return longname if self._numbers else unnumbered(longname)
+        """What counts of a name: no adapter's wrapper, and no layer's or expert's number where no row asks for one."""
+        return unwrapped(longname if self._numbers else unnumbered(longname))
 
     def named(self, longname: str, model_type: str) -> list[Layout]:
         """The rows for a tensor of this name in such a model, whatever its sizes."""

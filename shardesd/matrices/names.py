@@ -18,8 +18,11 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "position",
         (
-            r"wpe|embed_positions|positions_embed|rel_embeddings|rel_pos_[hw]",
-            r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table)?",
+            r"wpe|embed_positions|positions_embed|rel_embeddings|rel_pos_[hw]|pe_k|position_enc",
+            # ProphetNet's relative_pos_embeddings is a linear layer.
+            r"(?!relative_pos_embeddings$)"
+            r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table|_layer|_vlm)?",
+            r"(?:row|column)_embedder|distance_embedding",
             r"(?:\w*_)?relative_(?:attention|position)_(?:bias|bias_table|embedding|embeddings)",
         ),
     ),
@@ -28,6 +31,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"(?:\w*_)?(?:[Ll]ayer|[Bb]atch|[Gg]roup|[Ii]nstance|[Rr][Mm][Ss])?_?(?:[Nn]orm|layrnorm|normalization)\d*",
             r"(?:\w*_)?(?:layer)?norm_(?:before|after|pre|post|attn|mlp|ffn|cross|embeddings?|\d+|[a-z])",
+            r"norm\.scale",
             r"(?:\w*_)?ln_?(?:\d+|f|out|pre|post|attn|mlp|x)?|(?:\w*_)?[bg]n\d*",
         ),
     ),
@@ -49,20 +53,26 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "embedding",
         (
-            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens|embed_tokens_per_layer|tokens_embed",
-            r"(?:word|tok|token|token_type|segment|lang|language|class|speaker|char|input|entity)_embeddings?",
+            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens(?:\.\d+)?|embed_tokens_per_layer|tokens_embed",
+            r"(?:word|tok|token|text_token|token_type|segment|lang|language|class|speaker|char|entity|unit)_embeddings?",
+            r"token_type_embeddings_\d+|(?<!embedder\.)input_embeddings?",  # PatchTST's embedder has a linear layer
+            r"embed_audio_tokens|pronunciation_embed|num_speakers_embed|label_embeddings_concat",
+            rf"{TOP}query|(?:\w+_)?projector\.query|quer(?:y|ies)_(?:embed|embedder|features)|latent_query|latents_\dd",
             r"(?:cls|class|mask|dist|distillation|register|query)_tokens?|masked_spec_embed|mask_emb|probe|latents",
             rf"(?:{TOP}|model\.|transformer\.)shared",
         ),
     ),
-    # RWKV's channel mix calls its two matrices key and value.
-    ("up_proj", (r"(?:feed_forward|ffn)\.key",)),
-    ("down_proj", (r"(?:feed_forward|ffn)\.value",)),
+    # RWKV's channel mix calls its two matrices key and value. Qwen's first multiplies w1 by what it activates of w2; in
+    # vision transformers (EVA, DINOv2) w3 comes last.
+    ("gate_proj", (r"h\.\d+\.mlp\.w2",)),
+    ("up_proj", (r"(?:feed_forward|ffn)\.key|h\.\d+\.mlp\.w1|blocks\.\d+\.mlp\.w2",)),
+    ("down_proj", (r"(?:feed_forward|ffn)\.value|blocks\.\d+\.mlp\.w3",)),
     ("kv", (r"kv|kv_proj|to_kv|[Ww]kv|key_value|kv_a_proj_with_mqa|kv_[ab]_proj|crossattention\.c_attn",)),
     (
         "qkv",
         (
-            r"qkv|qkv_proj|qkv_linear|qkv_fused|attn_qkv|to_qkv|[Ww]qkv|query_key_value|W_pack|att_proj|in_proj_weight|in_proj_qkvz?",
+            r"g?qkv|g?qkv_proj|qkv_linear|qkv_fused|attn_qkv|to_qkv|to_qkv_mlp_proj|[Ww]qkv|query_key_value|W_pack|att_proj",
+            r"in_proj_weight|in_proj_qkvz?",
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
@@ -73,10 +83,17 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "o_proj",
         (
             r"o_proj|out_lin|to_out(?:\.0)?|attn_out",
-            rf"{ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
+            # MobileBERT's bottleneck makes the inputs of an attention.
+            rf"(?<!bottleneck\.){ATTENTION}\.(?:output\.dense|dense|c_proj|proj|out_proj|projection|output|[Ww]?o)",
         ),
     ),
-    ("gate_up", (rf"gate_up_proj|gate_and_up|gate_up|ff_proj|weights_in|w12|w13|input_linear|{MLP}\.Wi",)),
+    (
+        "gate_up",
+        (
+            r"gate_up_proj|up_gate_proj|proj_up_gate_z|gate_and_up|gate_up|ff_proj|weights_in|w12|w13(?:_\w+)?",
+            rf"input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
+        ),
+    ),
     ("gate_proj", (r"gate_proj|w1|wi_0",)),
     (
         "up_proj",
@@ -126,11 +143,16 @@ _EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
 # type of its module.
 _PARAMETER = re.compile(r"\.(?:bias|weight|weight_\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$")
 
+_WRAPPED = ".base_layer"
+"""What peft puts behind the name of a layer that it wraps, in files of models with adapters of their own."""
+
 _NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 
 _BLOCK_NUMBER = re.compile(
     r"(?:^|\.)(?:(?:\w+_)?(?:layers?|blocks?|stages?|groups?|resblocks)|h|features|cells)\.([0-9]{1,9})(?=\.|$)"
 )
+# What holds numbered layers in some models and parts of a block in others: counts where nothing else is numbered.
+_OTHER_NUMBER = re.compile(r"(?:^|\.)(?:attentions|ffns|conformer|encoders|self_attends|mixers)\.([0-9]{1,9})(?=\.|$)")
 _NAMED_BLOCK = re.compile(r"(?:^|\.)(?:layer|stage|block|denseblock)([0-9]{1,9})(?=\.|$)")
 
 
@@ -159,7 +181,12 @@ def parse_name(name: str) -> Name:
 
 def role(longname: str) -> str:
     """What the matrix does in its block: `Name.block_type`, but ``gate_up``, ``down_proj`` … inside an expert too."""
-    return _role_of(unnumbered(_PARAMETER.sub("", longname[-_LONGEST:])))
+    return _role_of(unnumbered(unwrapped(_PARAMETER.sub("", longname[-_LONGEST:]))))
+
+
+def unwrapped(longname: str) -> str:
+    """The layer's own name where an adapter's wrapper stands around it."""
+    return longname.removesuffix(_WRAPPED)
 
 
 @lru_cache(maxsize=1024)  # each is asked for several times while its tensor is planned
@@ -181,7 +208,8 @@ def is_stack(longname: str) -> bool:
 
 def _layer_index(longname: str) -> int | None:
     found = [match for rule in (_BLOCK_NUMBER, _NAMED_BLOCK) if (match := rule.search(longname))]
-    return int(min(found, key=lambda match: match.start())[1]) if found else None
+    first = min(found, key=lambda match: match.start()) if found else _OTHER_NUMBER.search(longname)
+    return int(first[1]) if first else None
 
 
 _DIGITS = re.compile("([0-9]+)")

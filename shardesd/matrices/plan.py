@@ -329,8 +329,10 @@ def _skip(name: Name, tensor: TensorRef, reason: str) -> Skip:
 
 
 def _name(tensor_name: str, context: Context) -> Name:
-    """What the name tells, corrected by what the live module is."""
+    """What the name tells, corrected by what the model and the live module are."""
     name = parse_name(tensor_name)
+    if name.block_type == "lm_head" and "_class_name" in context.config:  # diffusers' proj_out: no vocabulary
+        name = name._replace(block_type="other")
     hint = context.hints.get(tensor_name)
     if hint == "norm" or (hint == "embedding" and name.block_type not in ("position", "lm_head")):
         return name._replace(block_type=hint)

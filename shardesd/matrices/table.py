@@ -40,7 +40,11 @@ PATCHED = QWEN_LIKE_VISION + _models(
     "vit vit_mae vit_msn vivit videomae deit beit data2vec-vision dinov2* dinov3_vit ijepa eomt dpt yolos vilt vitdet"
     " clip* siglip siglip_* chinese_clip* clipseg* owlvit* owlv2* xclip* metaclip_2* altclip* blip* instructblip* git*"
     " idefics* flava* groupvit* layoutlmv3 swin swinv2 swin2sr donut-swin sam sam_* seggpt mgp-str timesformer pixtral"
-    " internvl* intern_vit_6b convnext convnextv2"
+    " internvl* intern_vit_6b convnext convnextv2 aimv2* bridgetower* cohere_compass* eomt_dinov3 exaone4_5* focalnet"
+    " glm5_next* glm_image* glm_ocr* got_ocr2* granite_docling* hunyuan_vl* hy_v4_vl* janus* kimi_k25* kosmos_2_vision*"
+    " lw_detr_vit maskformer-swin minicpm_ocr* minicpmv4_* minimax_m3_vl* mlcd* ovis2* paddleocr_vl* phi4_multimodal*"
+    " pixio pp_chart2table* qianfan_ocr* qwen2_5_omni* rf_detr* sam3* sapiens2 slanext* smolvlm* step3p5* tipsv2* udop"
+    " video_llama_3* videomt vjepa2"
 )
 """Models that cut an image into patches which don't overlap: the kernel steps by its own size."""
 
@@ -49,6 +53,14 @@ GLU_CONV = _models("wav2vec2* data2vec-audio hubert wavlm seamless_m4t* parakeet
 """A gated linear unit follows some of their convolutions: the first half of the channels, times σ of the second."""
 SOUND = _models("wav2vec2* hubert wavlm unispeech* data2vec-audio sew* speecht5*")
 """Models whose first convolution takes windows of the sound itself."""
+TIMM_SWIGLU = _models(
+    "vit_giant_patch14_dinov2 vit_giant_patch14_reg4_dinov2 vit_giant_patch14_reg1_tipsv2 eva02_tiny_patch14_224"
+    " eva02_small_patch14_224 eva02_tiny_patch14_336 eva02_small_patch14_336 deepseek_vit_412m deepseek_vit_412m_align"
+    " deepseek_vit_412m_enc"
+)
+"""By ``architecture``."""
+DIFFUSERS_FF = r"ff(?:_\w+)?\.net\.0\.proj"
+MODULATIONS = "shifts, scales and gates analysed together"
 
 
 def parts(*words: str, **heads: str) -> tuple[Part, ...]:
@@ -118,7 +130,10 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     Layout(names="qkv_proj", models=("phi3*", "phi4*"), parts=Q_THEN_KV),
     Layout(names="query_key_value", models=("chatglm",), when="multi_query_attention", parts=Q_THEN_KV),
     Layout(names="query_key_value", models=("chatglm",), groups="heads", parts=OWN_HEADS),
-    Layout(names="Wqkv", models=("modernbert*",), parts=QKV),
+    Layout(names="Wqkv", models=("modernbert*", "nomic_bert", "jina_embeddings_v3"), parts=QKV),
+    Layout(names=r"attention\.qkv_proj", models=("gte", "new"), parts=QKV),
+    Layout(names=r"attn\.gqkv_proj", models=("hrm_text",), parts=parts("gate", "q", "k", "v")),
+    Layout(names=r"qkv_proj\.convolution", models=("mobilevitv2",), conv=True, parts=parts("q: 1", "k", "v")),
     Layout(names="W_pack", models=("baichuan",), parts=QKV),
     Layout(names="att_proj", models=("bark", "semantic", "coarse_acoustics", "fine_acoustics"), parts=QKV),
     Layout(names="qkv_linear", models=("layoutlmv2",), parts=QKV),
@@ -142,6 +157,18 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         names="q_b_proj|q_proj", models=MLA, when="rows == heads * (qk_nope_head_dim + qk_rope_head_dim)", heads="heads"
     ),
     Layout(names="o_proj", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
+    # Heads of their own number, or none.
+    Layout(
+        names=r"t2u_model\.model\.encoder\.layers\.\d+\.self_attn\.(?:[qkv]|out)_proj",
+        models=("seamless_m4t*",),
+        heads="t2u_encoder_attention_heads",
+    ),
+    Layout(
+        names=r"t2u_model\.model\.decoder\.layers\.\d+\.(?:self_attn|cross_attention)\.(?:[qkv]|out)_proj",
+        models=("seamless_m4t*",),
+        heads="t2u_decoder_attention_heads",
+    ),
+    Layout(names=r"downsample\.assign\.[qkv]_proj", models=("groupvit*",), heads="1"),
     Layout(names="q_a_proj", heads="1"),
     Layout(
         names="q_gate_proj",
@@ -182,6 +209,15 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
             **{"q": "linear_num_key_heads", "k": "linear_num_key_heads", "v": "linear_num_value_heads"},
         ),
     ),
+    # Gated delta nets: values and outputs by value heads, queries and keys by key heads.
+    *(
+        Layout(names=rf"linear_attn\.{names}", when=f"{side} == {heads} * {width}", heads=heads)
+        for names, side, heads, width in (
+            ("[qk]_proj", "rows", "linear_num_key_heads", "linear_key_head_dim"),
+            ("v_proj", "rows", "linear_num_value_heads", "linear_value_head_dim"),
+            ("(?:out|o)_proj", "columns", "linear_num_value_heads", "linear_value_head_dim"),
+        )
+    ),
     # Mamba: what goes through the convolution, and the gate. Zamba has them row by row.
     Layout(names=r"(?:mixer|mamba)\.in_proj", models=("mamba", "falcon_mamba", "jamba"), parts=parts("x", "z")),
     Layout(names=r"mamba\.in_proj", models=("zamba",), groups="rows / 2", parts=parts("x", "z")),
@@ -212,20 +248,34 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
     ),
     Layout(names=r"conv\.in_proj", models=("lfm2*", "lfm3*"), parts=parts("B", "C", "x")),
     Layout(names=r"(?:mixer|mamba)\.in_proj", note="fused in_proj analysed whole"),
+    Layout(names=r"(?:mixer|mamba)\.x_proj", note="fused x_proj analysed whole"),
 )
 
 MLP: tuple[Layout, ...] = (
     Layout(names=r"mlp\.gate_up_proj", models=("phi4_multimodal_audio",), parts=UP_GATE),
     Layout(
         names="gate_up_proj",
-        models=("phi3*", "phi4*", "glm*", "dia*", "minimax_m3_vl*", "dots3_note*", "zamba2", "esmc", "esmfold2"),
+        models=_models("phi3* phi4* glm* dia* minimax_m3_vl* dots3_note* zamba2 esmc esmfold2 hrm_text"),
         parts=GATE_UP,
     ),
+    Layout(names=r"mlp\.up_gate_proj", models=("gte", "new"), parts=UP_GATE),
+    Layout(names=r"mlp\.w13_dn", models=("inkling*",), groups="rows / 2", parts=GATE_UP),
+    Layout(names=r"ffn\.proj_1", models=("openelm",), when="ffn_with_glu", parts=GATE_UP),
     Layout(names=r"mlp\.Wi", models=("modernbert*",), parts=parts("input", "gate")),
-    Layout(names="dense_h_to_4h", models=("chatglm",), parts=GATE_UP),
+    # ChatGLM 2 and 3; the first has no gate, and another word for the width.
+    Layout(names="dense_h_to_4h", models=("chatglm",), when="rows == 2 * ffn_hidden_size", parts=GATE_UP),
+    Layout(names="dense_h_to_4h", models=("chatglm",), when="rows == inner_hidden_size"),
+    Layout(names="dense_h_to_4h", models=("chatglm",), note="analysed whole: config.json doesn't tell of a gate"),
     Layout(names="shared_mlp.input_linear", models=("granitemoe*",), parts=GATE_UP),
     Layout(names="input_linear", models=("granite_speech*",)),
     Layout(names="fc1", models=("moonshine*",), when="rows == 2 * intermediate_size", parts=UP_GATE),
+    Layout(names=r"mlp\.fc1", models=("moshi*", "kyutai_speech_to_text*"), when="rows == ffn_dim", parts=GATE_UP),
+    # timm's models with a packed SwiGLU.
+    *(Layout(names=r"mlp\.fc1", when=f"architecture == '{name}'", parts=GATE_UP) for name in TIMM_SWIGLU),
+    # diffusers' and latent diffusion's GEGLU and SwiGLU: plain layers of the same name are half as wide.
+    Layout(names=DIFFUSERS_FF, when="rows == 8 * columns", parts=UP_GATE),
+    Layout(names=DIFFUSERS_FF, when="rows == 4 * columns"),
+    Layout(names=DIFFUSERS_FF, note="analysed whole: its shape doesn't tell of a gate"),
     Layout(names=r"mlp\.weights_in", models=("dinov2*",), parts=GATE_UP),
     # Jina's and Mosaic's BERTs, whose config.json says bert.
     Layout(names=r"mlp\.gated_layers", when="rows == 2 * intermediate_size", parts=GATE_UP),
@@ -248,6 +298,17 @@ SEVERAL = (
         names=r"modulation\.projection_in", models=("focalnet",), parts=parts("q: columns", "ctx: columns", "gates")
     ),
     Layout(names=r"text_encoder\.project", models=("vits",), conv=True, parts=parts("mean", "log_variance")),
+    Layout(names=r"gateway\.gate", models=("d_fine*", "deimv2*"), parts=parts("gate1", "gate2")),
+    # Modulations of adaptive norms.
+    Layout(
+        names=r"(?:attn_|ff_)?norm\d*(?:_context|_out|_x|_y)?\.linear|adaln_single\.linear",
+        when="rows == 2 * columns or rows == 3 * columns or rows == 4 * columns or rows == 6 * columns"
+        " or rows == 9 * columns or rows == 12 * columns",
+        note=MODULATIONS,
+    ),
+    Layout(names=r"adaln_proj|adaLN_modulation\.\d+|(?:img_|txt_)?mod(?:ulation)?\.lin", note=MODULATIONS),
+    # VibeVoice's, which lies beside the towers that config.json tells of.
+    Layout(names=r"diffusion_head\.(?:layers\.\d+\.linear|final_layer\.linear_1)", note=MODULATIONS),
     Layout(names=r"head\.linear", models=("wavtokenizer", "xcodec2", "neucodec"), parts=parts("magnitude", "phase")),
 )
 
@@ -271,6 +332,15 @@ EXPERTS: tuple[Layout, ...] = (
         when="columns == 2 * moe_intermediate_size and rows == hidden",
         parts=GATE_UP,
     ),
+    Layout(names=r"experts\.w13_weight", models=("inkling*",), groups="rows / 2", parts=GATE_UP),
+    Layout(
+        names=r"shared_experts\.shared_w13_weight",
+        models=("inkling*",),
+        experts="n_shared_experts",
+        groups="rows / 2",
+        parts=GATE_UP,
+    ),
+    Layout(names=r"shared_experts\.shared_w2_weight", models=("inkling*",), experts="n_shared_experts"),
     Layout(names=r"experts\.gate_up_proj", models=STACKED_GATE_UP, parts=GATE_UP),
     Layout(names=r"block_sparse_moe\.input_linear", models=("granitemoe*",), parts=GATE_UP),
     Layout(names=r"(?:mlp|moe)\.input_linear", models=("jetmoe",), parts=GATE_UP),
@@ -281,11 +351,14 @@ EXPERTS: tuple[Layout, ...] = (
 
 PATCHES: tuple[Layout, ...] = (
     Layout(
-        names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv",
+        names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv"
+        r"|embeddings\.(?:proj|projection)|embed_patches\.proj",
         models=PATCHED,
         when="kernel == patch_size",
         flatten=True,
     ),
+    # Their kernel is their stride, which config.json gives side by side.
+    Layout(names=r"patch_embeddings\.projection", models=("vivit", "videoprism*"), flatten=True),
     Layout(
         names=r"feature_(?:extractor|encoder)\.conv_layers\.0\.conv", models=SOUND, when="channels == 1", flatten=True
     ),

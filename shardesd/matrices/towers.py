@@ -13,9 +13,15 @@ from typing import Any
 # Keys of config.json that hold a tower's config, and the components of names that lead into that tower.
 _TOWERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("thinker_config",), r"thinker"),
+    (("vlm_config",), r"vlm"),
     (("talker_config",), r"talker"),
     (("token2wav_config", "code2wav_config"), r"token2wav|code2wav"),
-    (("vision_config", "visual", "vision_encoder_config", "vit_config"), r"visual|vit|vision\w*|image_encoder|img_\w+"),
+    (
+        ("vision_config", "visual", "vision_encoder_config", "vit_config"),
+        r"visual|vit|vision\w*|image_encoder|image_tower|video_tower|img_\w+",
+    ),
+    (("image_config",), r"image_model"),
+    (("multimodal_config",), r"multimodal_model"),
     (("audio_config", "audio_encoder", "speech_config", "sound_config"), r"audio\w*|speech\w*|sound\w*"),
     (("qformer_config",), r"q_?former"),
     (("text_config", "llm_config", "language_config", "text_encoder"), r"text\w*|language_model|llm"),
@@ -48,6 +54,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "RefinedWeb": {"multi_query": True, "new_decoder_architecture": True},
     "gpt_bigcode": {"multi_query": True},
     "chatglm": {"multi_query_attention": False},
+    "openelm": {"ffn_with_glu": True},
 }
 
 
@@ -94,6 +101,8 @@ class Values:
         value: Any = self.config
         for part in name.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
+        if type(value) is list and value and all(type(side) is int and side == value[0] for side in value):
+            return value[0]  # patch_size of equal sides
         return value if type(value) in (int, bool, str) else None
 
 

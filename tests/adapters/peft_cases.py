@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import nn
@@ -96,6 +97,20 @@ def qwen3_moe() -> nn.Module:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+def square_experts(config: str, name: str, **options: Any) -> nn.Module:
+    """A mixture whose down_proj is square, of a class that may mark its stacks as transposed."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} doesn't have {name}")
+    sizes = {
+        **{"vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 3},
+        **{"num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    }
+    made = getattr(transformers, f"{config}Config")(**{**sizes, **options})
+    model: nn.Module = getattr(transformers, name)(made)
+    return model
+
+
 def gpt_oss(square: bool = False) -> nn.Module:
     config = transformers.GptOssConfig(
         vocab_size=23,
@@ -117,6 +132,13 @@ def vit() -> tuple[nn.Module, Any]:
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8, patch_size=4
     )
     return transformers.ViTForImageClassification(config), "all-linear"
+
+
+def dinov2() -> tuple[nn.Module, Any]:
+    config = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    return transformers.Dinov2Model(config), "all-linear"
 
 
 def whisper() -> tuple[nn.Module, Any]:

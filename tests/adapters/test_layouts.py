@@ -19,6 +19,7 @@ from peft_cases import (
     assert_equal,
     bert,
     check,
+    dinov2,
     gpt2,
     llama,
     make_case,
@@ -94,6 +95,9 @@ def test_experts_that_were_trained_as_modules(tmp_path: Path) -> None:
         (6, 6, "0.18.1", "mixtral", "eri,ore->eio"),
         (6, 6, None, "mixtral", "eri,ore->eio"),
         (6, 6, "0.19.0", "gpt_oss", "eri,ore->eio"),
+        (6, 6, "0.19.0", "openai_privacy_filter", "eri,ore->eio"),
+        (6, 6, "0.19.0", "aria_text", "eri,ore->eio"),
+        (6, 6, "0.19.0", "llama4_text", "eri,ore->eoi"),
         (6, 6, "0.19.0", "mixtral", "eri,ore->eoi"),
         (6, 6, "0.21.2", "qwen3_moe", "eri,ore->eoi"),
     ],
@@ -208,7 +212,7 @@ def test_a_language_model_inside_another(pairs: list[tuple[str, str]], tmp_path:
     assert_equal(ours, renamed(case.merged, *pairs) | vision)
 
 
-@pytest.mark.parametrize("build", [vit, whisper, roberta, neox, tied_t5])
+@pytest.mark.parametrize("build", [vit, dinov2, whisper, roberta, neox, tied_t5])
 def test_names_on_disk_of_other_models(build: Any, tmp_path: Path) -> None:
     """The files that transformers writes, for classes that rename, prefix or tie."""
     model, targets = build()

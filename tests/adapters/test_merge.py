@@ -22,7 +22,7 @@ from peft import (
     TrainableTokensConfig,
     VeraConfig,
 )
-from peft_cases import ConvNet, bert, check, gpt2, gpt_oss, llama, mixtral, qwen3_moe, t5
+from peft_cases import ConvNet, bert, check, gpt2, gpt_oss, llama, mixtral, qwen3_moe, square_experts, t5
 from torch import nn
 
 BERT = ["query", "value", "dense"]
@@ -98,6 +98,20 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "experts-qwen3": (qwen3_moe, lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
     "experts-gpt-oss": (gpt_oss, lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
     "experts-gpt-oss-square": (lambda: gpt_oss(square=True), lora(target_modules=[], target_parameters=EXPERTS)),
+    "experts-privacy-filter-square": (
+        lambda: square_experts("OpenAIPrivacyFilter", "OpenAIPrivacyFilterModel"),
+        lora(target_modules=[], target_parameters=EXPERTS),
+    ),
+    "experts-llama4-square": (
+        lambda: square_experts(
+            "Llama4Text", "Llama4ForCausalLM", interleave_moe_layer_step=1, intermediate_size_mlp=16
+        ),
+        lora(target_modules=[], target_parameters=[word.replace("mlp", "feed_forward") for word in EXPERTS]),
+    ),
+    "experts-aria-square": (
+        lambda: square_experts("AriaText", "AriaTextForCausalLM", moe_num_experts=3, moe_topk=2),
+        lora(target_modules=[], target_parameters=EXPERTS),
+    ),
     "experts-gpt-oss-bias": (
         gpt_oss,
         lora(target_modules=[], target_parameters=[*EXPERTS, "mlp.experts.down_proj_bias", "router.weight"]),

@@ -18,7 +18,7 @@ import torch
 from emitted import Emitted, emitted
 from safetensors.numpy import load_file as load_numpy
 from safetensors.numpy import save_file as save_numpy
-from safetensors.torch import save_file
+from tiny_modules import inside, model, module, of, randomise, save
 from torch import nn
 
 import shardesd
@@ -95,53 +95,12 @@ def product_of(gated: Gated, up: Emitted, gate: Emitted) -> torch.Tensor:
     return through(up) * gated.gate(through(gate))
 
 
-def randomise(model: nn.Module) -> nn.Module:
-    """Every weight random, no biases."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.double().eval().named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            else:
-                parameter.normal_(std=0.3)
-    return model
-
-
 def sound(model: nn.Module) -> object:
     return model(torch.randn(2, 400, dtype=torch.float64))
 
 
 def features(width: int) -> Callable[[nn.Module], object]:
     return lambda model: model(torch.randn(2, 24, width, dtype=torch.float64))
-
-
-def inside(*shape: int) -> Callable[[nn.Module], object]:
-    """Runs the only module of what `module` makes."""
-    return lambda model: model.get_submodule(model.prefix)(torch.randn(2, *shape, dtype=torch.float64))
-
-
-def of(name: str, **settings: Any) -> Any:
-    if not hasattr(transformers, f"{name}Config"):
-        pytest.skip(f"transformers {transformers.__version__} doesn't have {name}")
-    return getattr(transformers, f"{name}Config")(**settings)
-
-
-def module(config: str, home: str, name: str, prefix: str, *more: Any, **settings: Any) -> Callable[[], nn.Module]:
-    """One module of a model by itself, under the name that it has there; `more` it is told beside the config."""
-
-    def make() -> nn.Module:
-        made = of(config, **settings)
-        model: nn.Module = getattr(pytest.importorskip(f"transformers.models.{home}"), name)(made, *more)
-        for word in reversed(prefix.split(".")):
-            model = nn.ModuleDict({word: model})
-        model.config, model.prefix = made, prefix  # type: ignore[assignment]
-        return model
-
-    return make
-
-
-def model(config: str, name: str, **settings: Any) -> Callable[[], nn.Module]:
-    return lambda: getattr(transformers, name)(of(config, **settings))
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], int]] = {
@@ -238,6 +197,7 @@ def test_both_halves_of_a_gated_layer(name: str, tmp_path: Path) -> None:
 
 
 VISION = {"vision_config": {"model_type": "siglip_vision_model", "hidden_size": H}, "downsample_factor": 2}
+GATING = {"hidden_size": H, "ffn_dim": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
 PROJECTED: dict[str, tuple[Callable[[], nn.Module], str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "cohere2_vision": (
         module(
@@ -272,6 +232,16 @@ PROJECTED: dict[str, tuple[Callable[[], nn.Module], str, str, Callable[[torch.Te
         ),
         *("fc1.proj", "fc2", nn.functional.gelu),
     ),
+    **{
+        name: (
+            module(config, f"{name}.modeling_{name}", f"{config}GatingMLP", f"{path}.layers.0.mlp", **GATING),
+            *("fc1", "fc2", nn.functional.silu),
+        )
+        for name, config, path in (
+            ("moshi", "Moshi", "decoder.model"),
+            ("kyutai_speech_to_text", "KyutaiSpeechToText", "model"),
+        )
+    },
 }
 
 
@@ -290,23 +260,6 @@ def test_both_halves_of_a_projector(name: str, tmp_path: Path) -> None:
         inside(16, H)(built)
         up, gate = (halves[f"{built.prefix}.{first}_{word}"] for word in ("up", "gate"))
         torch.testing.assert_close(product_of(Gated(layer, seen["given"], down, act), up, gate), seen["product"])
-
-
-@pytest.mark.parametrize(("word", "halves"), [("gated_layers", ("gate", "up")), ("up_gated_layer", ("up", "gate"))])
-def test_jinas_berts_of_their_own_code(tmp_path: Path, word: str, halves: tuple[str, str]) -> None:
-    """Which half is activated, by the code on the Hub: `act(x[:I]) * x[I:]`, and `up * act(gated)` of a chunk."""
-    layer = nn.Linear(H, 80, bias=False)
-    name = f"encoder.layer.0.mlp.{word}"
-    save_file({f"{name}.weight": layer.weight.detach()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "intermediate_size": 40}')
-    found = emitted(tmp_path)
-    given = torch.randn(5, H)
-    first, second = layer(given).chunk(2, dim=1)
-    product = {"gate": first, "up": second} if halves[0] == "gate" else {"up": first, "gate": second}
-    expected = product["up"] * nn.functional.gelu(product["gate"])
-    gated = Gated(layer, given, expected, nn.functional.gelu)
-    torch.testing.assert_close(product_of(gated, found[f"{name}_up"], found[f"{name}_gate"]), expected)
-    assert name not in found
 
 
 SEVERAL: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], object], str, tuple[str, ...]]] = {
@@ -480,8 +433,3 @@ def test_a_users_row_for_a_convolution(tmp_path: Path) -> None:
         layouts.write_text(f"[[layout]]\n{row}\n{more}\n")
         with pytest.raises(OptionError, match="conv goes with neither"):
             shardesd.scan(tmp_path, layout=str(layouts))
-
-
-def save(model: nn.Module, folder: Path) -> None:
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, folder / "model.safetensors")
-    model.config.save_pretrained(folder)

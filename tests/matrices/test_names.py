@@ -48,6 +48,25 @@ GOLDEN: dict[str, list[tuple[str, tuple[int, ...], int | None, str, str]]] = {
         ("cls.seq_relationship.weight", (2, 768), None, "other", "aspect ratio"),
         ("classifier.weight", (200, 768), None, "other", ""),
     ],
+    "qwen, eva, dinov2": [
+        ("transformer.h.3.mlp.w1.weight", (5504, 2048), 3, "up_proj", ""),  # w1(x) · silu(w2(x))
+        ("transformer.h.3.mlp.w2.weight", (5504, 2048), 3, "gate_proj", ""),
+        ("transformer.h.3.mlp.c_proj.weight", (2048, 5504), 3, "down_proj", ""),
+        ("visual.blocks.3.mlp.w1.weight", (2730, 1024), 3, "gate_proj", ""),
+        ("visual.blocks.3.mlp.w2.weight", (2730, 1024), 3, "up_proj", ""),
+        ("visual.blocks.3.mlp.w3.weight", (1024, 2730), 3, "down_proj", ""),
+        ("blocks.3.mlp.w3.weight", (1536, 4096), 3, "down_proj", ""),
+        ("layers.3.feed_forward.w3.weight", (14336, 4096), 3, "up_proj", ""),
+    ],
+    "xlm, perceiver, gemma 3n, phi-4 audio, patchtsmixer, diffusers": [
+        ("transformer.attentions.3.q_lin.weight", (2048, 2048), 3, "q_proj", ""),
+        ("transformer.ffns.3.lin1.weight", (8192, 2048), 3, "up_proj", ""),
+        ("encoder.self_attends.3.attention.self.query.weight", (1280, 1280), 3, "q_proj", ""),
+        ("conformer.3.attention.attn.q_proj.weight", (1536, 1536), 3, "q_proj", ""),
+        ("audio_embed.encoder.encoders.3.self_attn.q_proj.weight", (1024, 1024), 3, "q_proj", ""),
+        ("encoder.mlp_mixer_encoder.mixers.3.patch_mixer.mlp.fc1.weight", (8, 4), 3, "up_proj", ""),
+        ("mid_block.attentions.0.transformer_blocks.3.attn1.to_q.weight", (640, 640), 3, "q_proj", ""),
+    ],
     "roberta, distilbert, electra, deberta, albert, modernbert": [
         ("roberta.encoder.layer.3.output.dense.weight", (768, 3072), 3, "down_proj", ""),
         ("classifier.out_proj.weight", (200, 768), None, "other", ""),
@@ -385,3 +404,13 @@ def test_no_rule_asks_which_layer_it_is(name: str, number: int) -> None:
     for model_type in ("llama", "gpt_oss", "dbrx", "mixtral", "qwen3_next", "chatglm", "phi3"):
         asked = Table(BUILT_IN.rows).named(renumbered, model_type)
         assert BUILT_IN.named(renumbered, model_type) == asked
+
+
+def test_diffusers_have_no_vocabulary() -> None:
+    stored = TensorRef(name="proj_out.weight", dtype="F32", shape=(64, 96), shard="s", end=64 * 96 * 4)
+    for config, expected in (
+        ({"_class_name": "FluxTransformer2DModel"}, "other"),
+        ({"model_type": "whisper"}, "lm_head"),
+    ):
+        (found,) = plan(stored, Context(config=config))
+        assert found.block_type == expected
