@@ -83,6 +83,7 @@ _BY_NAME = (
             r"(?:\w+_)?(?:weight|input|output|global|activation)_scale(?:_inv|_2)?|(?:\w+_)?zero_point",
             r"[kvq]_scale|scale_inv|\w+_scales|\w+_scale_inv|quant_state\.\w+|bitsandbytes__\w+",
             r"codebooks|(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
+            r"(?:\w+_)?hadamard_matrix|spinquant_\w+_matrix",
         ),
     ),
     (BIAS, ends_with(r"(?:\w+_)?bias(?:es)?")),
