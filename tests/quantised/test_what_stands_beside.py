@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -194,3 +196,41 @@ def test_formats_that_rotate_or_add_are_refused_by_name(
     assert rows["longname"].to_list() == [BASE]
     assert rows["status"].to_list() == ["failed"]
     assert why in rows["reason"][0]
+
+
+def comfy(folder: Path, parts: Tensors, said: Any, *, in_header: bool) -> None:
+    """As ComfyUI's own files are: JSON in a tensor of bytes, or in the header, under names without a prefix."""
+    from safetensors.torch import save_file
+
+    tensors = named(parts)
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": {BASE: said}})}
+    if not in_header:
+        tensors[f"{BASE}.comfy_quant"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", metadata=metadata if in_header else None)
+
+
+@pytest.mark.parametrize("in_header", [True, False])
+def test_comfyui_says_what_its_parts_mean(tmp_path: Path, in_header: bool) -> None:
+    name = f"{BASE}.weight"
+    cast = {".weight": FP8[".weight"], ".weight_scale": torch.tensor(0.25), ".input_scale": torch.tensor(1.0)}
+    comfy(tmp_path, cast, {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}, in_header=in_header)
+    assert same(decoded(tmp_path)[name], cast[".weight"].float() * 0.25)
+    comfy(tmp_path, INT8, {"format": "int8_tensorwise", "convrot": False}, in_header=in_header)
+    assert same(decoded(tmp_path)[name], INT8[".weight"].float() * INT8[".weight_scale"])
+    for parts, said, why in (
+        (NVFP4, {"format": "nvfp4"}, "ComfyUI's nvfp4 is not supported"),
+        (FP8, {"format": "mxfp8"}, "ComfyUI's mxfp8 is not supported"),
+        (INT8, {"format": "convrot_w4a4"}, "ComfyUI's convrot_w4a4 is not supported"),
+        (INT8, {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 32}, "with convrot"),
+        (INT8, {"format": "int8_tensorwise", "rotated_by": 32}, "with rotated_by"),
+        (FP8, ["mxfp8"], "ComfyUI's None is not supported"),
+    ):
+        comfy(tmp_path, parts, said, in_header=in_header)
+        assert why in problems(tmp_path)[name]
+
+
+def test_malformed_comfy_quants(tmp_path: Path) -> None:
+    for text, why in ((b"{", "comfy_quant is malformed"), (b"[" * 5000, "malformed"), (b"[" * 70_000, "70000 bytes")):
+        bad = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        store(tmp_path, named({**FP8, ".comfy_quant": bad}))
+        assert why in problems(tmp_path)[f"{BASE}.weight"]

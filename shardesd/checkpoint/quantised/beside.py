@@ -14,7 +14,7 @@ _HARMLESS = re.compile(
     r"|scale_input|qscale_act|[kqv](?:_cache)?_(?:scale|zero_point|global_scale)|(?:input|output|\w_bmm)_quantizer\._amax"
     r"|_?weight_act_quant_(?:scale|zero_point)"
     # read beforehand, or of use to a kernel alone
-    r"|weight_shape|weight_format|weight\.quant_state\.\w+|(?:\w+_)?g_idx|qzeros|workspace"
+    r"|weight_shape|weight_format|comfy_quant|weight\.quant_state\.\w+|(?:\w+_)?g_idx|qzeros|workspace"
     # of a norm
     r"|running_(?:mean|var)|num_batches_tracked"
 )

@@ -70,7 +70,7 @@ FAMILIES = (
         (
             *(f".weight{end}" for end in (*_SCALES, *_BITSANDBYTES)),
             *(".scale", ".scale_weight", ".qscale_weight", ".SCB", ".weight_format"),
-            *(".svdquant_lora_a", ".svdquant_lora_b"),
+            *(".svdquant_lora_a", ".svdquant_lora_b", ".comfy_quant"),
         ),
         dtypes=scaled.CODES,
     ),

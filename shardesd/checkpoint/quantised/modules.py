@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardesd.checkpoint.quantised import bitsandbytes, fp4, packed, scaled
+from shardesd.checkpoint.quantised import bitsandbytes, comfy, fp4, packed, scaled
 from shardesd.checkpoint.quantised.beside import Beside
 from shardesd.checkpoint.quantised.codes import FLOAT8
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded, turned
@@ -35,6 +35,7 @@ class Modules:
         self._waiting: list[TensorRef] = []
         self._crossing: set[str] = set()
         self._types: dict[str, str] = {}
+        self._comfy: dict[str, Any] = {}
         self._beside = Beside()
         self._promised: Collection[str] | None = None
         """Names that have been taken in already."""
@@ -57,6 +58,7 @@ class Modules:
         learned. `metadata` is the header's.
         """
         self._types.update(torchao_types(metadata or {}))
+        self._comfy.update(comfy.layers(metadata or {}))
         new = list(tensors)
         self._stored.update((tensor.name, tensor) for tensor in new)
         self._beside.learn(tensor.name for tensor in new)
@@ -207,12 +209,13 @@ class Modules:
     def _codes(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         state = next((part for end, part in parts.items() if end.startswith(".quant_state")), None)
         if state is not None:
-            if state.dtype != "U8" or state.nbytes > bitsandbytes.MAX_STATE_BYTES:
-                raise Undecodable(f"its quant_state is {state.dtype} of {state.nbytes} bytes")
-            with read(state) as raw:
-                content = raw.tobytes()
+            content = _bytes(state, read, bitsandbytes.MAX_STATE_BYTES)
             rest = {end.removeprefix("."): part for end, part in parts.items()}
             return bitsandbytes.blockwise4(codes, rest, content)
+        if ".comfy_quant" in parts:
+            comfy.check(_bytes(parts[".comfy_quant"], read, comfy.MAX_BYTES))
+        if (said := comfy.of(codes.name.removesuffix(".weight"), self._comfy)) is not None:
+            comfy.check(said)
         if ".SCB" in parts:
             order = _content(parts["_format"], read) if "_format" in parts else (0,)
             if codes.dtype != "I8" or order != (0,):
@@ -252,6 +255,14 @@ def _required(parts: Mapping[str, TensorRef], end: str) -> TensorRef:
     if part is None:
         raise Undecodable(f"its {end.lstrip('._')} is missing")
     return part
+
+
+def _bytes(tensor: TensorRef, read: Read, most: int) -> bytes:
+    """What a small tensor of bytes holds."""
+    if tensor.dtype != "U8" or tensor.nbytes > most:
+        raise Undecodable(f"'{tensor.name}' is {tensor.dtype} of {tensor.nbytes} bytes")
+    with read(tensor) as raw:
+        return raw.tobytes()
 
 
 def _content(tensor: TensorRef, read: Read) -> tuple[int, ...]:
