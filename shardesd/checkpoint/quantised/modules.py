@@ -233,7 +233,10 @@ class Modules:
                 raise Undecodable("packed U8 codes with zero points are not supported")
             return fp4.packed(codes, scales[0], factor=factor)
         if scales:
-            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=self._settings.blocks)
+            says, sizes = self._settings.scales_are, self._settings.blocks
+            if says not in ("", "inverse"):
+                raise Undecodable(f"weight_scale_semantics '{says}' is not supported (only inverse is)")
+            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=sizes, divides=says == "inverse")
         if codes.dtype not in FLOAT8:
             return None
         if self._settings.method:

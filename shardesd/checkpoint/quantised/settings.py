@@ -43,6 +43,8 @@ class Settings:
         group = found.get("group_size")
         self.group_size: int = group if type(group) is int and group > 0 else 0
         """Inputs that share a scale, for GPTQ; 0: unsaid, or all of them."""
+        self.scales_are: str = str(found.get("weight_scale_semantics", ""))[:40]
+        """gptqmodel's word on FP8: ``inverse`` where codes are divided by their scales; empty: unsaid."""
         self.bits: frozenset[int] = frozenset(
             weight["num_bits"]
             for weight in weights
