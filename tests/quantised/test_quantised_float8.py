@@ -192,3 +192,13 @@ def test_modelopts_blocks_keep_axes_of_one(tmp_path: Path, shape: tuple[int, int
     assert same(decoded(tmp_path)[NAME], W.float() * expand(scale[:, 0, :, 0], (128, 128), shape))
     store(tmp_path, {NAME: W, NAME + "_scale": random(1, 1, shape[0], 1, 1)})
     assert "doesn't fit" in problems(tmp_path)[NAME]
+
+
+def test_chatglms_own_4_bits_are_no_int8(tmp_path: Path) -> None:
+    """Two codes a byte, in int8 of half the columns; only quantization_bit tells."""
+    W, scale = torch.randint(-127, 128, (40, 72), dtype=torch.int8), random(40).abs()
+    store(tmp_path, {NAME: W, NAME + "_scale": scale}, model_type="chatglm", quantization_bit=4)
+    assert "ChatGLM's own 4 bits" in problems(tmp_path)[NAME]
+    for bits in (8, 0):
+        store(tmp_path, {NAME: W, NAME + "_scale": scale}, model_type="chatglm", quantization_bit=bits)
+        assert same(decoded(tmp_path)[NAME], W.float() * scale[:, None])

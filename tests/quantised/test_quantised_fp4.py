@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,3 +100,18 @@ def test_inputs_that_are_scaled_are_refused(tmp_path: Path) -> None:
     tensors[NAME.replace("weight", "pre_quant_scale")] = random(64)
     store(tmp_path, tensors)
     assert "pre_quant_scale" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize(
+    "config", [{"data_type": "mx_int"}, {"data_type": "mx_fp", "extra_config": {"l.0": {"data_type": "mx_int4"}}}]
+)
+def test_auto_rounds_mxint_is_no_mxfp4(tmp_path: Path, config: dict[str, Any]) -> None:
+    """It has MXFP4's names, types and shapes; only the config tells that its codes are integers."""
+    scales = torch.randint(110, 135, (40, 2), dtype=torch.uint8)
+    tensors = {NAME + "_packed": codes(40, 32), NAME + "_scale": scales}
+    quantization = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", **config}
+    store(tmp_path, tensors, quantization=quantization)
+    assert "MXINT is not supported" in problems(tmp_path)[NAME]
+    store(tmp_path, tensors, quantization={**quantization, "data_type": "mx_fp", "extra_config": {}})
+    expected = values(tensors[NAME + "_packed"]).reshape(40, 2, 32) * torch.exp2(scales.float() - 127)[:, :, None]
+    assert same(decoded(tmp_path)[NAME], expected.reshape(40, 64))

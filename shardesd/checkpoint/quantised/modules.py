@@ -198,6 +198,8 @@ class Modules:
     def _packed(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding:
         scale = _required(parts, "scale")
         if codes.dtype == "U8":
+            if any(kind.startswith("mx_int") for kind in self._settings.data_types):
+                raise Undecodable("auto-round's MXINT is not supported")
             if "zero_point" in parts or "g_idx" in parts:
                 raise Undecodable("4-bit floats with zero points or groups of their own are not supported")
             return fp4.packed(codes, scale, factor=parts.get("global_scale"), divides=True)
@@ -232,6 +234,8 @@ class Modules:
             if zero is not None:
                 raise Undecodable("packed U8 codes with zero points are not supported")
             return fp4.packed(codes, scales[0], factor=factor)
+        if codes.dtype == "I8" and self._settings.own_bits not in (0, 8):
+            raise Undecodable(f"ChatGLM's own {self._settings.own_bits} bits (quantization_bit) are not supported")
         if scales:
             says, sizes = self._settings.scales_are, self._settings.blocks
             if says not in ("", "inverse"):

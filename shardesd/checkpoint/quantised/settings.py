@@ -14,6 +14,8 @@ _AUTO_ROUND: dict[str, tuple[str, str]] = {
 }
 """auto-round's packing_format → whose format it is, of what layout (auto_round/inference/backend.py)."""
 _LONGEST = 10_000  # characters of a metadata value that is looked into
+_DEEPEST = 3
+"""Levels of config.json that are looked through: its own, its parts' and theirs."""
 
 
 class Settings:
@@ -30,9 +32,10 @@ class Settings:
         method = found.get("quant_method")
         self.method: str = method.lower() if isinstance(method, str) else "unknown" if found else ""
         """``gptq``, ``awq``, ``fp8`` …; empty where the model isn't quantised, as far as the config knows."""
-        layout = found.get("checkpoint_format", found.get("version") if self.method == "awq" else None)
-        self.layout: str = layout.lower() if isinstance(layout, str) else ""
-        """GPTQ's checkpoint_format, AWQ's version."""
+        layouts = [found.get(key) for key in ("format", "checkpoint_format", *["version"] * (self.method == "awq"))]
+        said = sorted({layout.lower()[:40] for layout in layouts if isinstance(layout, str)})
+        self.layout: str = " and ".join(said)
+        """GPTQ's checkpoint_format, AWQ's version; gptqmodel calls both format. Several make none that is known."""
         if found.get("is_marlin_format") is True:
             self.layout = "marlin"
         if self.method in ("auto-round", "intel/auto-round"):
@@ -43,6 +46,11 @@ class Settings:
         group = found.get("group_size")
         self.group_size: int = group if type(group) is int and group > 0 else 0
         """Inputs that share a scale, for GPTQ; 0: unsaid, or all of them."""
+        self.data_types: frozenset[str] = frozenset(_data_types(found))
+        """auto-round's, of the weights: ``int``, ``mx_fp`` …"""
+        bits = config.get("quantization_bit")
+        self.own_bits: int = bits if type(bits) is int else 0
+        """ChatGLM's, which quantises itself; 0: unsaid."""
         self.scales_are: str = str(found.get("weight_scale_semantics", ""))[:40]
         """gptqmodel's word on FP8: ``inverse`` where codes are divided by their scales; empty: unsaid."""
         self.bits: frozenset[int] = frozenset(
@@ -68,14 +76,24 @@ def torchao_types(metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _section(config: Mapping[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            value = place.get(key)
-            if isinstance(value, dict) and value:
-                inner = value.get("quantization_config")  # older compressed-tensors
-                return {**value, **inner} if isinstance(inner, dict) else value
-    return {}
+    """``quantization_config``, the whole model's or that of a part of it (thinker_config, text_config …)."""
+    found: list[dict[str, Any]] = []
+    level = [config]
+    for _ in range(_DEEPEST):
+        for place in level:
+            for key in ("quantization_config", "compression_config"):
+                value = place.get(key)
+                if isinstance(value, dict) and value and value not in found:
+                    found.append(value)
+        if found:
+            break
+        level = [value for place in level for key, value in place.items() if isinstance(value, dict)]
+    if len(found) > 1 and level != [config]:
+        return {"quant_method": "several that differ"}
+    if not found:
+        return {}
+    inner = found[0].get("quantization_config")  # older compressed-tensors
+    return {**found[0], **inner} if isinstance(inner, dict) else found[0]
 
 
 def _blocks(found: Mapping[str, Any], weights: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
@@ -86,6 +104,13 @@ def _blocks(found: Mapping[str, Any], weights: list[dict[str, Any]]) -> Iterator
             block = [int(side) for side in block.split("x") if side.isdecimal() and len(side) < 10]
         yield from _pair(block)
         yield from _pair([1, weight.get("group_size")])
+
+
+def _data_types(found: Mapping[str, Any]) -> Iterator[str]:
+    layers = found.get("extra_config")
+    for place in (found, *(layers.values() if isinstance(layers, dict) else ())):
+        if isinstance(place, dict) and isinstance(place.get("data_type"), str):
+            yield place["data_type"]
 
 
 def _pair(value: Any) -> Iterator[tuple[int, int]]:
