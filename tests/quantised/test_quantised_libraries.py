@@ -7,9 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantised_files import decoded, labels, problems, random, same, store
+
+import shardesd
 
 BASE = "model.layers.0.mlp.up_proj"
 NAME = f"{BASE}.weight"
@@ -136,6 +139,37 @@ def test_mx_formats(tmp_path: Path, format: str, bits: int, label: str) -> None:
     theirs = compressed(tmp_path, format, args, (40, 64), weight_scale=scale)
     assert same(decoded(tmp_path)[NAME], theirs)
     assert labels(tmp_path) == {NAME: f"{label}[g32]"}
+
+
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-matrix"])
+def test_transforms_are_parts_and_only_rotations_leave_a_number(tmp_path: Path, kind: str) -> None:
+    """As the library applies and saves them, of weights that aren't quantised besides."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme, apply_transform_config
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = torch.nn.Linear(64, 32, bias=False)
+            self.down_proj.weight.data = random(32, 64)
+
+    model = Model()
+    before = model.down_proj.weight.detach().double().numpy()
+    places = [("input", False), ("weight_input", True)]
+    args = [TransformArgs(targets=["Linear"], location=where, inverse=inverse) for where, inverse in places]
+    config = TransformConfig(config_groups={"R4": TransformScheme(type=kind, apply=args)})
+    apply_transform_config(model, config)
+    stored = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    assert "down_proj.R4_input.weight" in stored
+    quantization = {"quant_method": "compressed-tensors", "transform_config": json.loads(config.model_dump_json())}
+    result = shardesd.scan(store(tmp_path, stored, quantization=quantization), cache=False)
+    assert result.layers["longname"].to_list() == ["down_proj"]
+    if kind == "random-matrix":
+        assert result.layers["status"].to_list() == ["failed"]
+        assert "transform R4 (random-matrix), which is no rotation" in result.layers["reason"][0]
+    else:
+        expected = np.linalg.svd(before, compute_uv=False)[::-1] ** 2
+        np.testing.assert_allclose(result.spectra["down_proj"], expected, rtol=1e-5)
 
 
 # --- bitsandbytes

@@ -72,7 +72,12 @@ class Modules:
             return name not in self._stored and not complete and (promised is None or name in promised)
 
         try:
-            found = [seen for tensor in todo for seen in self._judge(tensor, read, to_come, complete)]
+            found = [
+                self._undistorted(seen)
+                for tensor in todo
+                if not self._is_transform(tensor.name)
+                for seen in self._judge(tensor, read, to_come, complete)
+            ]
         except BaseException:
             self._waiting = before
             for tensor in new:
@@ -86,6 +91,18 @@ class Modules:
     def is_needed_later(self, shard: str) -> bool:
         """Whether a tensor that this shard holds a part of lacks another part, or has one in another shard."""
         return shard in self._crossing or any(tensor.shard == shard for tensor in self._waiting)
+
+    def _is_transform(self, name: str) -> bool:
+        """Whether a tensor is the matrix of one of compressed-tensors' transforms, a part of another weight."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "weight" and module.rpartition(".")[2] in self._settings.transforms
+
+    def _undistorted(self, tensor: TensorRef) -> TensorRef:
+        """A tensor, refused where it may be a weight that was multiplied by what is no rotation."""
+        how = self._settings.distorts
+        if not how or len(tensor.shape) < 2 or tensor.problem:
+            return tensor
+        return replace(tensor, problem=f"weights were multiplied by the transform {how}, which is no rotation")
 
     def _judge(self, tensor: TensorRef, read: Read, to_come: _ToCome, complete: bool) -> Iterator[TensorRef]:
         if tensor.encoding is not None or tensor.problem:  # the file's own format knows better

@@ -14,6 +14,8 @@ _AUTO_ROUND: dict[str, tuple[str, str]] = {
 }
 """auto-round's packing_format → whose format it is, of what layout (auto_round/inference/backend.py)."""
 _LONGEST = 10_000  # characters of a metadata value that is looked into
+_ROTATIONS = ("hadamard", "random-hadamard")
+"""compressed-tensors' transforms that leave singular values as they are."""
 _DEEPEST = 3
 """Levels of config.json that are looked through: its own, its parts' and theirs."""
 
@@ -51,6 +53,10 @@ class Settings:
         bits = config.get("quantization_bit")
         self.own_bits: int = bits if type(bits) is int else 0
         """ChatGLM's, which quantises itself; 0: unsaid."""
+        self.transforms: frozenset[str] = frozenset(_transforms(found))
+        """Names of modules whose weights compressed-tensors multiplies inputs and outputs by."""
+        self.distorts: str = next(_distorting(found), "")
+        """The first of its transforms that weights were multiplied by and that is no rotation."""
         self.scales_are: str = str(found.get("weight_scale_semantics", ""))[:40]
         """gptqmodel's word on FP8: ``inverse`` where codes are divided by their scales; empty: unsaid."""
         self.bits: frozenset[int] = frozenset(
@@ -111,6 +117,28 @@ def _data_types(found: Mapping[str, Any]) -> Iterator[str]:
     for place in (found, *(layers.values() if isinstance(layers, dict) else ())):
         if isinstance(place, dict) and isinstance(place.get("data_type"), str):
             yield place["data_type"]
+
+
+def _schemes(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    config = found.get("transform_config")
+    schemes = config.get("config_groups") if isinstance(config, dict) else None
+    for name, scheme in schemes.items() if isinstance(schemes, dict) else ():
+        if isinstance(scheme, dict):
+            yield name, scheme
+
+
+def _transforms(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, _ in _schemes(found):
+        yield from (f"{name}_{place}" for place in ("input", "output", "q_attn", "k_cache"))
+
+
+def _distorting(found: Mapping[str, Any]) -> Iterator[str]:
+    for name, scheme in _schemes(found):
+        applied = scheme.get("apply")
+        applied = applied if isinstance(applied, list) else []
+        places = [place.get("location") for place in applied if isinstance(place, dict)]
+        if scheme.get("type") not in _ROTATIONS and any(str(place).startswith("weight") for place in places):
+            yield f"{name} ({str(scheme.get('type'))[:40]})"
 
 
 def _pair(value: Any) -> Iterator[tuple[int, int]]:
