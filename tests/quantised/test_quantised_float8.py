@@ -98,6 +98,17 @@ def test_stacks_of_experts(tmp_path: Path, grid: tuple[int, ...]) -> None:
     assert same(decoded(tmp_path)[name], W.float() * wide)
 
 
+def test_modelopts_stacks(tmp_path: Path) -> None:
+    """Beside X: X_weight_scale."""
+    W, scale = codes(3, 40, 30), random(3).abs()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: W, name + "_weight_scale": scale, name + "_input_scale": random(3)}
+    store(tmp_path, tensors, quantization={"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert same(decoded(tmp_path)[name], W.float() * scale[:, None, None])
+    store(tmp_path, tensors | {name + "_scale": scale.clone()})
+    assert "isn't known" in problems(tmp_path)[name]
+
+
 def test_stacks_in_blocks(tmp_path: Path) -> None:
     W, scale = codes(3, 200, 130), random(3, 2, 2)
     name = "model.layers.0.mlp.experts.down_proj"

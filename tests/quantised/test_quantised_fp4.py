@@ -77,6 +77,17 @@ def test_modelopt_nvfp4(tmp_path: Path) -> None:
     assert labels(tmp_path)[NAME] == "nvfp4[g16]"
 
 
+@pytest.mark.parametrize("factor", [torch.tensor(0.5), torch.tensor([0.5]), random(3)])
+def test_stacks_of_nvfp4_have_a_second_scale_or_one_for_each(tmp_path: Path, factor: torch.Tensor) -> None:
+    packed, scale = codes(3, 40, 32), random(3, 40, 4).abs().to(torch.float8_e4m3fn)
+    name = "model.layers.0.mlp.experts.down_proj"
+    store(tmp_path, {name: packed, name + "_weight_scale": scale, name + "_weight_scale_2": factor})
+    wide = scale.float() * factor.reshape(-1, 1, 1)
+    assert same(decoded(tmp_path)[name], (values(packed).reshape(3, 40, 4, 16) * wide[..., None]).reshape(3, 40, 64))
+    store(tmp_path, {name: packed, name + "_weight_scale": scale, name + "_weight_scale_2": random(2)})
+    assert "second scale" in problems(tmp_path)[name]
+
+
 @pytest.mark.parametrize(
     ("scale", "factor", "why"),
     [

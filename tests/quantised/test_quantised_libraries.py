@@ -215,6 +215,25 @@ def test_bitsandbytes_4bit(
     assert labels(tmp_path) == {NAME: f"{kind}[{block}]"}
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_4bit_stacks_of_experts(tmp_path: Path, nested: bool) -> None:
+    """Parameters that it keeps as parametrisations, under names without weight."""
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    for name in ("gate_up_proj", "w1"):
+        model.experts.register_parameter(name, torch.nn.Parameter(random(4, 64, 128)))
+        replace_parameter_4bit(model.experts, name, compress_statistics=nested, quant_type="nf4")
+    store(tmp_path, model.state_dict(), quantization={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    found = decoded(tmp_path)
+    assert set(found) == {"experts.gate_up_proj", "experts.w1"}
+    for name, W in found.items():
+        assert same(W, getattr(model.experts, name.removeprefix("experts.")))
+    assert set(labels(tmp_path).values()) == {"nf4[64]"}
+
+
 def test_a_part_of_a_4bit_weight(tmp_path: Path) -> None:
     from dataclasses import replace
 

@@ -78,8 +78,15 @@ FAMILIES = (
     Family("hqq", ".W_q", (".scale", ".zero"), needs=(".scale", ".zero"), dtypes=frozenset()),
     Family("marlin", ".B", (".s", ".workspace"), needs=(".s",), dtypes=INTEGERS),
     Family("quanto", ".weight._data", (".weight._scale",), needs=(".weight._scale",), dtypes=frozenset()),
+    Family("quanto", ".weight._data._data", (".weight._scale", ".weight._shift"), needs=(".weight._scale",)),
     # Parameters that are called weights nowhere: stacked experts.
-    Family("codes", "", _SCALES, "", dtypes=scaled.CODES),
+    Family(
+        "codes",
+        "",
+        (*_SCALES, "_weight_scale", "_weight_scale_2", *_BITSANDBYTES),
+        "",
+        dtypes=scaled.CODES,
+    ),
 )
 ENDS = tuple({end for family in FAMILIES for end in (family.codes, *family.others) if end not in ("", ".weight")})
 

@@ -126,7 +126,7 @@ class Modules:
             return
         parts = {end: part for end in family.others if (part := self._stored.get(base + end)) is not None}
         try:
-            encoding = self._encoding(family.kind, tensor, parts, read)
+            encoding = self._encoding(family, tensor, parts, read)
             if encoding is not None:
                 self._check_alone(encoding, family, base)
         except (Undecodable, MatrixError) as error:
@@ -178,8 +178,9 @@ class Modules:
         if unknown:
             raise Undecodable(f"what '{unknown}' does to it isn't known")
 
-    def _encoding(self, kind: str, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
+    def _encoding(self, family: Family, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         """How the weight is decoded; None for a tensor that is none of a quantised weight. Raises `Undecodable`."""
+        kind = family.kind
         if kind in REFUSED:
             raise Undecodable(REFUSED[kind])
         if kind == "words":
@@ -194,7 +195,8 @@ class Modules:
             if kind not in _TORCHAO:
                 raise Undecodable(f"torchao's {kind} is not supported (only {', '.join(_TORCHAO)} are)")
             return scaled.scaled(codes, scale, zero=parts.get("._weight_zero_point"))
-        return self._codes(codes, {end.removeprefix(".weight"): part for end, part in parts.items()}, read)
+        prefix = family.weight or "_weight"  # ModelOpt's experts have X_weight_scale beside X
+        return self._codes(codes, {end.removeprefix(prefix): part for end, part in parts.items()}, read)
 
     def _words(self, codes: TensorRef, parts: dict[str, TensorRef]) -> Encoding:
         scale, zero, group_of = _required(parts, ".scales"), _required(parts, ".qzeros"), parts.get(".g_idx")
