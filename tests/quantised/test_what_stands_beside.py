@@ -97,6 +97,19 @@ def test_torchaos_smoothed_inputs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16])
+def test_a_part_of_an_unknown_name_is_no_weight(tmp_path: Path, index: bool, order: int, dtype: torch.dtype) -> None:
+    """As ComfyUI's scales of scales are, in float8: they would be codes of a cast."""
+    part = {f"{BASE}.weight_s_rel": floats(40, 24).to(dtype)}
+    store(tmp_path / "one", named(INT8) | part)
+    store(tmp_path / "two", *[named(INT8), part][::order], index=index)
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        if dtype == E4M3 or index or order == 1:  # else it comes before anything speaks of codes
+            assert {row.longname: row.status for row in shardesd.stream(folder)} == {BASE: "failed"}
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("order", [1, -1])
 def test_in_another_shard(tmp_path: Path, index: bool, order: int) -> None:
     """Neither order of the shards gives a number."""
     shards = [{**named(INT8), "other.weight": random(8, 8)}, {f"{BASE}.weight_offset": floats(40, 1)}]
@@ -114,7 +127,10 @@ HARMLESS = {
     ".output_scale": torch.tensor(0.5),
     ".k_scale": torch.tensor(0.5),
     ".input_quantizer._amax": torch.tensor(0.5),
+    ".k_fake_quantizer.qscale_act": torch.tensor(0.5),
+    ".bias_scale": torch.tensor(0.5),
     ".e_score_correction_bias": floats(40),
+    ".tid2eid": integers(40, 6, dtype=torch.int64),
     ".lora_A.default.weight": floats(4, 96),
     ".lora_B.default.weight": floats(40, 4),
     ".lora_magnitude_vector.default.weight": floats(40),
@@ -138,6 +154,16 @@ def test_a_stack_and_its_neighbours(tmp_path: Path) -> None:
     found = decoded(store(tmp_path, tensors))
     assert same(found[STACK], EXPERTS[""].float() * EXPERTS["_scale"][:, None, None])
     assert {tensor.name for tensor in opened(tmp_path).tensors()} == set(tensors) - {f"{STACK}_scale"}
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_parameters_that_are_merely_called_alike(tmp_path: Path, shards: int) -> None:
+    """LTX-2's tables, in a model that was cast to FP8 whole."""
+    names = ["block.scale_shift_table", "block.scale_shift_table_a2v_ca_audio"]
+    tensors = {name: random(6, 32, seed=i).to(E4M3) for i, name in enumerate(names)}
+    files = [tensors] if shards == 1 else [{name: value} for name, value in tensors.items()]
+    found = decoded(store(tmp_path, *files))
+    assert all(same(found[name], value.float()) for name, value in tensors.items())
 
 
 @pytest.mark.parametrize("method", ["paroquant", "woq", "qqq"])

@@ -69,8 +69,7 @@ FAMILIES = (
         ".weight",
         (
             *(f".weight{end}" for end in (*_SCALES, *_BITSANDBYTES)),
-            *(".scale", ".scale_weight", ".qscale_weight", ".SCB", ".weight_format"),
-            *(".svdquant_lora_a", ".svdquant_lora_b", ".comfy_quant"),
+            *(".scale", ".scale_weight", ".qscale_weight", ".SCB", ".weight_format", ".comfy_quant"),
         ),
         dtypes=scaled.CODES,
     ),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardesd.checkpoint.quantised import bitsandbytes, comfy, fp4, packed, scaled
-from shardesd.checkpoint.quantised.beside import Beside
+from shardesd.checkpoint.quantised.beside import Beside, owner
 from shardesd.checkpoint.quantised.codes import FLOAT8
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded, turned
 from shardesd.checkpoint.quantised.families import ENDS, FAMILIES, INTEGERS, REFUSED, Family, owners
@@ -117,6 +117,14 @@ class Modules:
                     self._waiting.append(tensor)
                     return
         found = self._family(tensor, to_come)
+        if found is None or not found[0].weight:
+            codes_of = self._codes_beside(tensor, to_come)
+            if any(name in self._stored for name in codes_of):
+                return
+            # Nothing is waited for on mere suspicion, where it isn't known what the other shards hold.
+            if codes_of and (found is not None or self._promised is not None):
+                self._waiting.append(tensor)
+                return
         if found is None:
             yield tensor
             return
@@ -148,6 +156,19 @@ class Modules:
             kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
             yield replace(seen, shape=tensor.shape) if kernel else seen
 
+    def _codes_beside(self, tensor: TensorRef, to_come: _ToCome) -> list[str]:
+        """The codes of the weight, or of what may become one, that a matrix is a part of, whatever its name."""
+        module = owner(tensor.name) if len(tensor.shape) > 1 else None
+        if module is None:
+            return []
+        found = []
+        for family in FAMILIES:
+            name = module + family.codes
+            codes = self._stored.get(name)
+            if family.weight and (to_come(name) if codes is None else self._is_codes(codes, family, module, to_come)):
+                found.append(name)
+        return found
+
     def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[Family, str] | None:
         for family in FAMILIES:
             if tensor.name.endswith(family.codes):
@@ -174,9 +195,16 @@ class Modules:
 
     def _check_alone(self, encoding: Encoding, family: Family, base: str) -> None:
         """Raises `Undecodable` where something stands beside a weight that may change it and isn't decoded with it."""
-        unknown = self._beside.unknown(base, family.weight, {part.name for part in encoding.parts})
-        if unknown:
-            raise Undecodable(f"what '{unknown}' does to it isn't known")
+        codes, *others = encoding.parts
+        used = {part.name for part in others}
+        for name in self._beside.of(base, family.weight):
+            part = self._stored.get(name)
+            # A parameter that is called alike, as LTX-2's scale_shift_table_a2v is.
+            alike = (
+                part is not None and part.dtype == codes.dtype and len(part.shape) > 1 and name.startswith(f"{base}_")
+            )
+            if name not in used and name != codes.name and not alike:
+                raise Undecodable(f"what '{name}' does to it isn't known")
 
     def _encoding(self, family: Family, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         """How the weight is decoded; None for a tensor that is none of a quantised weight. Raises `Undecodable`."""
