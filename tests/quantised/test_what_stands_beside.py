@@ -109,6 +109,15 @@ def test_a_part_of_an_unknown_name_is_no_weight(tmp_path: Path, index: bool, ord
 
 
 @pytest.mark.parametrize("index", [True, False])
+def test_what_may_yet_become_codes_swallows_nothing(tmp_path: Path, index: bool) -> None:
+    """HQQ's name, and a matrix of one column, as bitsandbytes' codes are."""
+    first = {"attn.W_q": random(8, 8), "attn.W_k": random(8, 8), "gate.weight": random(8, 1), "gate.U": random(8, 8)}
+    store(tmp_path, first, {"other.weight": random(8, 8)}, index=index)
+    rows = {row.longname: row.status for row in shardesd.stream(tmp_path)}
+    assert rows == dict.fromkeys(("attn.W_q", "attn.W_k", "gate.U", "other"), "ok")
+
+
+@pytest.mark.parametrize("index", [True, False])
 @pytest.mark.parametrize("order", [1, -1])
 def test_in_another_shard(tmp_path: Path, index: bool, order: int) -> None:
     """Neither order of the shards gives a number."""
@@ -166,9 +175,9 @@ def test_parameters_that_are_merely_called_alike(tmp_path: Path, shards: int) ->
     assert all(same(found[name], value.float()) for name, value in tensors.items())
 
 
-@pytest.mark.parametrize("method", ["paroquant", "woq", "qqq"])
-def test_words_of_another_method_are_refused_by_its_name(tmp_path: Path, method: str) -> None:
-    store(tmp_path, named(WORDS), quantization={"quant_method": method, "bits": 4, "group_size": 32})
+@pytest.mark.parametrize(("key", "method"), [("quant_method", "paroquant"), ("quant_method", "woq"), ("method", "qqq")])
+def test_words_of_another_method_are_refused_by_its_name(tmp_path: Path, key: str, method: str) -> None:
+    store(tmp_path, named(WORDS), quantization={key: method, "bits": 4, "group_size": 32})
     assert f"qweight of quant_method '{method}' is not supported" in problems(tmp_path)[f"{BASE}.weight"]
 
 

@@ -118,11 +118,10 @@ class Modules:
                     return
         found = self._family(tensor, to_come)
         if found is None or not found[0].weight:
-            codes_of = self._codes_beside(tensor, to_come)
-            if any(name in self._stored for name in codes_of):
+            if self._stands_by_codes(tensor, lambda _: False):
                 return
             # Nothing is waited for on mere suspicion, where it isn't known what the other shards hold.
-            if codes_of and (found is not None or self._promised is not None):
+            if (found is not None or self._promised is not None) and self._stands_by_codes(tensor, to_come):
                 self._waiting.append(tensor)
                 return
         if found is None:
@@ -156,18 +155,17 @@ class Modules:
             kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
             yield replace(seen, shape=tensor.shape) if kernel else seen
 
-    def _codes_beside(self, tensor: TensorRef, to_come: _ToCome) -> list[str]:
-        """The codes of the weight, or of what may become one, that a matrix is a part of, whatever its name."""
+    def _stands_by_codes(self, tensor: TensorRef, to_come: _ToCome) -> bool:
+        """Whether a matrix is a part of a weight whose codes are there, or may be, whatever its name."""
         module = owner(tensor.name) if len(tensor.shape) > 1 else None
         if module is None:
-            return []
-        found = []
+            return False
         for family in FAMILIES:
             name = module + family.codes
             codes = self._stored.get(name)
             if family.weight and (to_come(name) if codes is None else self._is_codes(codes, family, module, to_come)):
-                found.append(name)
-        return found
+                return True
+        return False
 
     def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[Family, str] | None:
         for family in FAMILIES:

@@ -31,7 +31,7 @@ class Settings:
             for group in (groups.values() if isinstance(groups, dict) else ())
             if isinstance(group, dict) and isinstance(group.get("weights"), dict)
         ]
-        method = found.get("quant_method")
+        method = found.get("quant_method", found.get("method"))  # gptqmodel's word
         self.method: str = method.lower() if isinstance(method, str) else "unknown" if found else ""
         """``gptq``, ``awq``, ``fp8`` …; empty where the model isn't quantised, as far as the config knows."""
         layouts = [found.get(key) for key in ("format", "checkpoint_format", *["version"] * (self.method == "awq"))]
