@@ -369,9 +369,18 @@ def _open(
 
 
 def _config(source: Source, files: Mapping[str, ShardRef]) -> tuple[dict[str, Any], list[str]]:
-    if "config.json" not in files:
+    """config.json; where it says nothing of quantisation, gptqmodel's own file says it."""
+    config, notes = _json(source, files, "config.json")
+    if "quantization_config" not in config:
+        quantisation, more = _json(source, files, "quantize_config.json")
+        return config | ({"quantization_config": quantisation} if quantisation else {}), notes + more
+    return config, notes
+
+
+def _json(source: Source, files: Mapping[str, ShardRef], name: str) -> tuple[dict[str, Any], list[str]]:
+    if name not in files:
         return {}, []
-    path = source.path("config.json")
+    path = source.path(name)
     try:
         value = json.loads(path.read_text("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:

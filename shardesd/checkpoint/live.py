@@ -43,6 +43,7 @@ def open_live(model: torch.nn.Module | Mapping[str, torch.Tensor], name: str | N
     state: Mapping[str, Any]
     if isinstance(model, torch.nn.Module):
         module: torch.nn.Module | None = model
+        _check_unpacked(model)
         # keep_vars: the parameters themselves, so that a tied one is seen to be the same memory.
         state = model.state_dict(keep_vars=True)
     else:
@@ -237,6 +238,14 @@ class LiveCheckpoint:
     def _header_sha256(self) -> str:
         lines = (f"{tensor.name}\0{tensor.dtype}\0{tensor.shape}\n" for tensor in self._stored)
         return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _check_unpacked(module: torch.nn.Module) -> None:
+    """Raises `OptionError` where bitsandbytes has packed 4-bit weights anew for the CPU, as a forward pass does where
+    it has AVX512-BF16: its state_dict() would unpack them wrongly, and keep that in the caller's model."""
+    for name, value in module.named_parameters():
+        if getattr(getattr(value, "quant_state", None), "packing_format_for_cpu", False):
+            raise OptionError(f"'{name}' was packed anew by bitsandbytes when the model ran on the CPU: load it anew")
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

@@ -83,6 +83,7 @@ _BY_NAME = (
             r"(?:\w+_)?(?:weight|input|output|global|activation)_scale(?:_inv|_2)?|(?:\w+_)?zero_point",
             r"[kvq]_scale|scale_inv|\w+_scales|\w+_scale_inv|quant_state\.\w+|bitsandbytes__\w+",
             r"codebooks|(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
+            r"(?:\w+_)?hadamard_matrix|spinquant_\w+_matrix",
         ),
     ),
     (BIAS, ends_with(r"(?:\w+_)?bias(?:es)?(?:_[uv])?")),
@@ -96,9 +97,13 @@ _BY_NAME = (
     ),
 )
 _SCALES = ("scales", "scale", "qzeros", "SCB", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_scb")
-_CODES = ends_with(r"weight|qweight|weight_packed|\w+_blocks|\w+_packed|\w+_proj")
-_CODES_OF_OTHERS = ends_with(r"codes|Qidxs\w*|q_weight|(?:\w+_)?indices|dense_weights|weight\.(?:_data\.)*_data")
-"""As AQLM, QuIP#, EXL2, VPTQ, SpQR and quanto call them, where config.json speaks of quantisation."""
+_CODES = ends_with(r"weight|qweight|weight_packed|\w+_blocks|\w+_packed|\w+_proj|\w+_weight\.blocks|experts\.w[123]")
+_CODES_OF_OTHERS = ends_with(
+    r"codes|Qidxs\w*|q_weight|(?:\w+_)?indices|dense_weights|weight\.(?:_data\.)*_data",
+    r"trellis|B|W_q|quantized_weight_values|\w+_qdata",
+)
+"""As AQLM, QuIP#, EXL2, VPTQ, SpQR and quanto, EXL3, QQQ, HQQ and SINQ, Four Over Six and torchao call them, where
+config.json speaks of quantisation."""
 _CONVOLUTION = re.compile(r"(?:^|\.)[A-Za-z0-9_]*(?:[Cc]onv|patch_embed)")
 _LONGEST_UNNAMED_KERNEL = 16
 
@@ -165,14 +170,21 @@ def is_quantised(tensor: TensorRef, siblings: Collection[str] | None, config: Ma
     """
     if tensor.dtype not in INTEGERS or tensor.dtype == "BOOL" or len(tensor.shape) < 2:
         return False
-    if "quantization_config" in config and _CODES_OF_OTHERS.search(tensor.name):
+    speaks = _speaks_of_quantisation(config)
+    if speaks and _CODES_OF_OTHERS.search(tensor.name):
         return True
     if not _CODES.search(tensor.name):
         return False
     stem, dot, leaf = tensor.name.rpartition(".")
-    if leaf != "weight" or tensor.dtype in ("I8", "U8") or siblings is None or "quantization_config" in config:
+    if leaf != "weight" or tensor.dtype in ("I8", "U8") or siblings is None or speaks:
         return True
     return any(f"{stem}{dot}{scale}" in siblings for scale in _SCALES)
+
+
+def _speaks_of_quantisation(config: Mapping[str, Any]) -> bool:
+    """Of the model, or of a part of it."""
+    parts = (value for value in config.values() if isinstance(value, dict))
+    return any("quantization_config" in place for place in (config, *parts))
 
 
 def unsupported(dtype: str) -> str:

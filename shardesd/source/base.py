@@ -17,6 +17,8 @@ Progress = Callable[[int, int | None], None]
 """Is told the bytes that are here and the bytes there will be (None where that is unknown)."""
 
 INDEX_SUFFIX = ".index.json"
+CONFIGS = ("config.json", "quantize_config.json")
+"""Files that tell of a model, whichever of its files is named."""
 
 # Stems that say nothing about which model a file holds, so that its folder names the model.
 _GENERIC_STEM = re.compile(
@@ -100,8 +102,8 @@ def file_id(name: str, folder_id: str) -> str:
 def belonging(name: str, names: Iterable[str]) -> set[str]:
     """Which files of a folder count when its file `name` was named itself.
 
-    An index stands for its folder, without other indexes; any other file for itself and the config.json beside it.
+    An index stands for its folder, without other indexes; any other file for itself and the configs beside it.
     """
     if name.endswith(INDEX_SUFFIX):
         return {other for other in names if other == name or not other.endswith(INDEX_SUFFIX)}
-    return {other for other in names if other in (name, "config.json")}
+    return {other for other in names if other in (name, *CONFIGS)}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardesd.errors import NotFound, SourceError
 from shardesd.records import ShardRef
-from shardesd.source.base import INDEX_SUFFIX, Progress, belonging, checked_name, file_id
+from shardesd.source.base import CONFIGS, INDEX_SUFFIX, Progress, belonging, checked_name, file_id
 
 # Diffusers and Mistral checkpoints keep weights one or two folders down; deeper, a walk of a home folder gets dear.
 _DEPTH = 2
@@ -57,7 +57,7 @@ class LocalSource:
     @cached_property
     def _files(self) -> tuple[ShardRef, ...]:
         if self.file is not None and not self.file.endswith(INDEX_SUFFIX):
-            names = [name for name in (self.file, "config.json") if os.path.isfile(self._folder / name)]
+            names = [name for name in (self.file, *CONFIGS) if os.path.isfile(self._folder / name)]
             return tuple(self._ref(name) for name in sorted(set(names)))
         try:
             names = _walk(self._folder, _DEPTH)

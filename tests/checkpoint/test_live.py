@@ -226,3 +226,20 @@ def test_cuda() -> None:
     expected = weight.cpu().view(torch.int16).numpy().view(np.uint16)
     np.testing.assert_array_equal(raw(checkpoint, named(checkpoint, "w")), expected)
     checkpoint.identity()
+
+
+def test_4_bit_weights_that_ran_on_the_cpu_are_refused_and_left_alone() -> None:
+    """bitsandbytes packs them anew for AVX512-BF16, and its state_dict() unpacks them wrongly for good."""
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes import functional
+    from bitsandbytes import nn as quantised
+
+    model = nn.Sequential(quantised.Linear4bit(256, 128, bias=False, compute_dtype=torch.bfloat16)).to("cpu")
+    weight = model[0].weight
+    open_live(model)
+    weight.data, weight.quant_state = functional._convert_weight_packed_for_cpu(weight.data, weight.quant_state)
+    before = weight.data.clone()
+    with pytest.raises(OptionError, match=r"'0\.weight' was packed anew .* load it anew"):
+        open_live(model)
+    assert torch.equal(weight.data, before)
+    assert weight.quant_state.packing_format_for_cpu

@@ -298,16 +298,35 @@ def test_quantised_codes_fail_by_name(name: str, shape: tuple[int, ...], dtype: 
         ("q_proj.Qidxs", (64, 8), "I16"),  # QuIP#
         ("q_proj.q_weight", (8, 64), "I32"),  # EXL2
         ("q_proj.indices", (1, 8, 64), "I32"),  # VPTQ
+        ("q_proj.trellis", (32, 16, 64), "I16"),  # EXL3
+        ("q_proj.B", (32, 512), "I32"),  # QQQ
+        ("q_proj.W_q", (64, 64), "U8"),  # SINQ
+        ("q_proj.quantized_weight_values", (64, 64), "U8"),  # Four Over Six
+        ("q_proj._linear_qdata", (64, 64), "I8"),  # torchao
         ("q_proj.weight._data._data", (2048, 1), "U8"),  # quanto, 4 bits
     ],
 )
 def test_codes_of_formats_that_are_not_decoded_fail(name: str, shape: tuple[int, ...], dtype: str) -> None:
     config = {"quantization_config": {"quant_method": "some"}}
-    item = skip(plan(tensor(name, *shape, dtype=dtype), context(config)))
-    assert (item.status, item.reason) == ("failed", eligible.QUANTISED)
+    for place in (config, {"text_config": config}):
+        item = skip(plan(tensor(name, *shape, dtype=dtype), context(place)))
+        assert (item.status, item.reason) == ("failed", eligible.QUANTISED)
     assert skip(plan(tensor(name, *shape, dtype=dtype), Context())).status == "skipped"
     routed = tensor("mlp.gate.tid2eid", 256, 6, dtype="I64")
     assert skip(plan(routed, context(config))).reason == eligible.INTEGER
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("block.0.mlp.mlp1_weight.blocks", (4, 64, 4, 16)),  # gpt-oss, as OpenAI keeps it
+        *((f"model.layers.0.mlp.experts.w{i}", (4, 64, 48)) for i in (1, 2, 3)),
+        ("model.layers.0.mlp.experts.w1", (4096, 1)),  # bitsandbytes
+    ],
+)
+def test_codes_that_no_config_speaks_of_fail(name: str, shape: tuple[int, ...]) -> None:
+    item = skip(plan(tensor(name, *shape, dtype="U8"), Context()))
+    assert (item.status, item.reason) == ("failed", eligible.QUANTISED)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,14 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "TensorRT-LLM": ({"weight": CODES, "weights_scaling_factor": SCALE[:1, 0]}, "weights_scaling_factor"),
     "plural": ({"weight": CODES, "weight_scales": SCALE}, "weight_scales"),
     "quanto": ({"weight._data": CODES, "weight._scale": SCALE}, "optimum-quanto"),
+    "quanto at 4 bits": (
+        {
+            "weight._data._data": torch.ones(64, 24, dtype=torch.uint8),
+            "weight._scale": torch.rand(128, 1),
+            "weight._shift": torch.rand(128, 1),
+        },
+        "optimum-quanto",
+    ),
     "bitmask": (
         {
             "compressed": torch.randn(64, 48),

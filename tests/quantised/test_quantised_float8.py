@@ -98,6 +98,17 @@ def test_stacks_of_experts(tmp_path: Path, grid: tuple[int, ...]) -> None:
     assert same(decoded(tmp_path)[name], W.float() * wide)
 
 
+def test_modelopts_stacks(tmp_path: Path) -> None:
+    """Beside X: X_weight_scale."""
+    W, scale = codes(3, 40, 30), random(3).abs()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors = {name: W, name + "_weight_scale": scale, name + "_input_scale": random(3)}
+    store(tmp_path, tensors, quantization={"quant_method": "modelopt", "quant_algo": "FP8"})
+    assert same(decoded(tmp_path)[name], W.float() * scale[:, None, None])
+    store(tmp_path, tensors | {name + "_scale": scale.clone()})
+    assert "isn't known" in problems(tmp_path)[name]
+
+
 def test_stacks_in_blocks(tmp_path: Path) -> None:
     W, scale = codes(3, 200, 130), random(3, 2, 2)
     name = "model.layers.0.mlp.experts.down_proj"
@@ -164,3 +175,41 @@ def test_any_byte_range_is_decoded_alone(tmp_path: Path) -> None:
             part = replace(tensor, dtype="U8", shape=(end - start,), start=start, end=end)
             with shard.read(part) as raw:
                 np.testing.assert_array_equal(raw, whole[start:end])
+
+
+@pytest.mark.parametrize(
+    ("scale", "block"),
+    [(torch.tensor(40.0), (200, 256)), (random(200).abs() + 9, (1, 256)), (random(2, 2).abs() + 9, (128, 128))],
+)
+def test_gptqmodels_inverse_scales_divide(tmp_path: Path, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    """`weight_scale_inv` is there what its name says: gptqmodel's reference is codes / scales in float32."""
+    W = codes(200, 256)
+    config = {"quant_method": "fp8", "format": "float8_e4m3fn", "checkpoint_format": "fp8"}
+    config |= {"weight_block_size": list(block) if scale.ndim == 2 else None}
+    store(tmp_path, {NAME: W, NAME + "_scale_inv": scale}, quantization={**config, "weight_scale_semantics": "inverse"})
+    wide = expand(scale.reshape(-1, scale.shape[-1] if scale.ndim == 2 else 1), block, (200, 256))
+    assert same(decoded(tmp_path)[NAME], W.float() / wide)
+    store(tmp_path, {NAME: W, NAME + "_scale_inv": scale}, quantization={**config, "weight_scale_semantics": "log"})
+    assert "weight_scale_semantics 'log' is not supported" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize("shape", [(256, 512), (128, 4096), (32, 4096), (130, 300)])
+def test_modelopts_blocks_keep_axes_of_one(tmp_path: Path, shape: tuple[int, int]) -> None:
+    """(rows, 1, columns, 1): its columns are no rows, however many they are."""
+    W = codes(*shape)
+    scale = random(-(-shape[0] // 128), 1, -(-shape[1] // 128), 1).abs()
+    config = {"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "weight_block_size": [128, 128]}
+    store(tmp_path, {NAME: W, NAME + "_scale": scale}, quantization=config)
+    assert same(decoded(tmp_path)[NAME], W.float() * expand(scale[:, 0, :, 0], (128, 128), shape))
+    store(tmp_path, {NAME: W, NAME + "_scale": random(1, 1, shape[0], 1, 1)})
+    assert "doesn't fit" in problems(tmp_path)[NAME]
+
+
+def test_chatglms_own_4_bits_are_no_int8(tmp_path: Path) -> None:
+    """Two codes a byte, in int8 of half the columns; only quantization_bit tells."""
+    W, scale = torch.randint(-127, 128, (40, 72), dtype=torch.int8), random(40).abs()
+    store(tmp_path, {NAME: W, NAME + "_scale": scale}, model_type="chatglm", quantization_bit=4)
+    assert "ChatGLM's own 4 bits" in problems(tmp_path)[NAME]
+    for bits in (8, 0):
+        store(tmp_path, {NAME: W, NAME + "_scale": scale}, model_type="chatglm", quantization_bit=bits)
+        assert same(decoded(tmp_path)[NAME], W.float() * scale[:, None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +77,17 @@ def test_modelopt_nvfp4(tmp_path: Path) -> None:
     assert labels(tmp_path)[NAME] == "nvfp4[g16]"
 
 
+@pytest.mark.parametrize("factor", [torch.tensor(0.5), torch.tensor([0.5]), random(3)])
+def test_stacks_of_nvfp4_have_a_second_scale_or_one_for_each(tmp_path: Path, factor: torch.Tensor) -> None:
+    packed, scale = codes(3, 40, 32), random(3, 40, 4).abs().to(torch.float8_e4m3fn)
+    name = "model.layers.0.mlp.experts.down_proj"
+    store(tmp_path, {name: packed, name + "_weight_scale": scale, name + "_weight_scale_2": factor})
+    wide = scale.float() * factor.reshape(-1, 1, 1)
+    assert same(decoded(tmp_path)[name], (values(packed).reshape(3, 40, 4, 16) * wide[..., None]).reshape(3, 40, 64))
+    store(tmp_path, {name: packed, name + "_weight_scale": scale, name + "_weight_scale_2": random(2)})
+    assert "second scale" in problems(tmp_path)[name]
+
+
 @pytest.mark.parametrize(
     ("scale", "factor", "why"),
     [
@@ -99,3 +111,18 @@ def test_inputs_that_are_scaled_are_refused(tmp_path: Path) -> None:
     tensors[NAME.replace("weight", "pre_quant_scale")] = random(64)
     store(tmp_path, tensors)
     assert "pre_quant_scale" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize(
+    "config", [{"data_type": "mx_int"}, {"data_type": "mx_fp", "extra_config": {"l.0": {"data_type": "mx_int4"}}}]
+)
+def test_auto_rounds_mxint_is_no_mxfp4(tmp_path: Path, config: dict[str, Any]) -> None:
+    """It has MXFP4's names, types and shapes; only the config tells that its codes are integers."""
+    scales = torch.randint(110, 135, (40, 2), dtype=torch.uint8)
+    tensors = {NAME + "_packed": codes(40, 32), NAME + "_scale": scales}
+    quantization = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", **config}
+    store(tmp_path, tensors, quantization=quantization)
+    assert "MXINT is not supported" in problems(tmp_path)[NAME]
+    store(tmp_path, tensors, quantization={**quantization, "data_type": "mx_fp", "extra_config": {}})
+    expected = values(tensors[NAME + "_packed"]).reshape(40, 2, 32) * torch.exp2(scales.float() - 127)[:, :, None]
+    assert same(decoded(tmp_path)[NAME], expected.reshape(40, 64))

@@ -7,9 +7,12 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from quantised_files import decoded, labels, problems, random, same, store
+
+import shardesd
 
 BASE = "model.layers.0.mlp.up_proj"
 NAME = f"{BASE}.weight"
@@ -138,6 +141,37 @@ def test_mx_formats(tmp_path: Path, format: str, bits: int, label: str) -> None:
     assert labels(tmp_path) == {NAME: f"{label}[g32]"}
 
 
+@pytest.mark.parametrize("kind", ["hadamard", "random-hadamard", "random-matrix"])
+def test_transforms_are_parts_and_only_rotations_leave_a_number(tmp_path: Path, kind: str) -> None:
+    """As the library applies and saves them, of weights that aren't quantised besides."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.transform import TransformArgs, TransformConfig, TransformScheme, apply_transform_config
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down_proj = torch.nn.Linear(64, 32, bias=False)
+            self.down_proj.weight.data = random(32, 64)
+
+    model = Model()
+    before = model.down_proj.weight.detach().double().numpy()
+    places = [("input", False), ("weight_input", True)]
+    args = [TransformArgs(targets=["Linear"], location=where, inverse=inverse) for where, inverse in places]
+    config = TransformConfig(config_groups={"R4": TransformScheme(type=kind, apply=args)})
+    apply_transform_config(model, config)
+    stored = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    assert "down_proj.R4_input.weight" in stored
+    quantization = {"quant_method": "compressed-tensors", "transform_config": json.loads(config.model_dump_json())}
+    result = shardesd.scan(store(tmp_path, stored, quantization=quantization), cache=False)
+    assert result.layers["longname"].to_list() == ["down_proj"]
+    if kind == "random-matrix":
+        assert result.layers["status"].to_list() == ["failed"]
+        assert "transform R4 (random-matrix), which is no rotation" in result.layers["reason"][0]
+    else:
+        expected = np.linalg.svd(before, compute_uv=False)[::-1] ** 2
+        np.testing.assert_allclose(result.spectra["down_proj"], expected, rtol=1e-5)
+
+
 # --- bitsandbytes
 
 
@@ -179,6 +213,25 @@ def test_bitsandbytes_4bit(
     theirs = bnb_4bit(tmp_path, random(*shape, dtype=dtype), kind, block, nested, storage)
     assert same(decoded(tmp_path)[NAME], theirs)
     assert labels(tmp_path) == {NAME: f"{kind}[{block}]"}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_4bit_stacks_of_experts(tmp_path: Path, nested: bool) -> None:
+    """Parameters that it keeps as parametrisations, under names without weight."""
+    pytest.importorskip("bitsandbytes")
+    from bitsandbytes.nn.parametrize import replace_parameter_4bit
+
+    model = torch.nn.Module()
+    model.experts = torch.nn.Module()
+    for name in ("gate_up_proj", "w1"):
+        model.experts.register_parameter(name, torch.nn.Parameter(random(4, 64, 128)))
+        replace_parameter_4bit(model.experts, name, compress_statistics=nested, quant_type="nf4")
+    store(tmp_path, model.state_dict(), quantization={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    found = decoded(tmp_path)
+    assert set(found) == {"experts.gate_up_proj", "experts.w1"}
+    for name, W in found.items():
+        assert same(W, getattr(model.experts, name.removeprefix("experts.")))
+    assert set(labels(tmp_path).values()) == {"nf4[64]"}
 
 
 def test_a_part_of_a_4bit_weight(tmp_path: Path) -> None:

@@ -4,12 +4,17 @@ pack: test_quantised_golden."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from quantised_files import decoded, labels, problems, same, store
+
+from shardesd.checkpoint import open_checkpoint
+from shardesd.source import open_source
 
 BASE = "model.layers.3.self_attn.q_proj"
 NAME = f"{BASE}.weight"
@@ -193,3 +198,35 @@ def test_shards_part_a_module_anywhere(tmp_path: Path) -> None:
         second = {name: value for name, value in tensors.items() if name not in first}
         folder = store(tmp_path / str(number), first, second)
         assert same(decoded(folder)[NAME], W)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quantization_config": {"quant_method": "gptq", "format": "gptq_v2"}},
+        {"quantization_config": {"quant_method": "gptq", "format": "gptq_v2", "checkpoint_format": "gptq_v2"}},
+        {"thinker_config": {"text_config": {"quantization_config": {"checkpoint_format": "gptq_v2"}}}},
+        *({place: {"quantization_config": {"checkpoint_format": "gptq_v2"}}} for place in ("llm_config", "any_config")),
+        {"model_type": "llama"},
+    ],
+)
+def test_wherever_the_config_says_how_zero_points_are_stored(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Where config.json says nothing, gptqmodel's quantize_config.json does, for a file that is named too."""
+    tensors, W = gptq(np.random.default_rng(1), 64, 128, 2, 4, order=False, v2=True)
+    store(tmp_path, tensors, **config)
+    if "model_type" in config:
+        (tmp_path / "quantize_config.json").write_text(json.dumps({"checkpoint_format": "gptq_v2"}))
+        checkpoint = open_checkpoint(open_source(tmp_path / "model.safetensors"))
+        assert checkpoint.config["quantization_config"] == {"checkpoint_format": "gptq_v2"}
+    assert same(decoded(tmp_path)[NAME], W)
+
+
+def test_configs_that_differ_decide_nothing(tmp_path: Path) -> None:
+    tensors, _ = gptq(np.random.default_rng(1), 64, 128, 2, 4, order=False, v2=True)
+    one, two = ({"quantization_config": {"checkpoint_format": layout}} for layout in ("gptq", "gptq_v2"))
+    store(tmp_path / "a", tensors, thinker_config=one, talker_config=two)
+    assert "'several that differ'" in problems(tmp_path / "a")[NAME]
+    store(
+        tmp_path / "b", tensors, quantization={"quant_method": "gptq", "format": "gptq", **two["quantization_config"]}
+    )
+    assert "'gptq and gptq_v2' layout" in problems(tmp_path / "b")[NAME]

@@ -7,6 +7,7 @@ decodes a tensor, or a byte range of one. Rules of the formats: `docs/quantised.
 from __future__ import annotations
 
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, Turned, by_rows, elements
-from shardesd.checkpoint.quantised.modules import Modules, weight_names
+from shardesd.checkpoint.quantised.families import weight_names
+from shardesd.checkpoint.quantised.modules import Modules
 
 __all__ = ["Encoding", "Modules", "Read", "Turned", "by_rows", "elements", "weight_names"]

@@ -27,6 +27,7 @@ class Fp4(Encoding):
     scale: TensorRef
     """(…, rows, groups)."""
     factor: TensorRef | None = None
+    """One number, or one for each matrix."""
     divides: bool = False
     """Whether the scales are divided by the factor."""
     transposed: bool = False
@@ -44,7 +45,9 @@ class Fp4(Encoding):
         codes = part(self.codes, matrix, count, (rows, columns // 2))
         groups = self.scale.numel // count // rows
         scales = part(self.scale, matrix, count, (rows, groups))
-        factor = floats(read, self.factor).reshape(-1)[0] if self.factor is not None else np.float32(1)
+        factor = np.float32(1)
+        if self.factor is not None:
+            factor = floats(read, self.factor).reshape(-1)[matrix if self.factor.numel > 1 else 0]
         first_row, last_row = (0, rows) if self.transposed else (start, stop)
         for first, last in strips(last_row - first_row, columns // 2):
             span = first_row + first, first_row + last
@@ -87,7 +90,7 @@ def packed(codes: TensorRef, scale: TensorRef, *, factor: TensorRef | None = Non
         raise Undecodable(f"groups of {group} codes with scales of {scale.dtype} are neither MXFP4 nor NVFP4")
     if not power and (scale.dtype not in SCALES or factor is None):
         raise Undecodable(f"NVFP4 with scales of {scale.dtype} and {'one' if factor else 'no'} scale for the tensor")
-    if factor is not None and (factor.numel != 1 or factor.dtype not in SCALES):
+    if factor is not None and (factor.numel not in (1, prod(codes.shape[:-2])) or factor.dtype not in SCALES):
         raise Undecodable(f"its second scale is {factor.dtype} of shape {factor.shape}")
     return Fp4(
         label=f"{'mxfp4' if power else 'nvfp4'}[g{group}]",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from shardesd.checkpoint.quantised import bitsandbytes, fp4, packed, scaled
+from shardesd.checkpoint.quantised import bitsandbytes, comfy, fp4, packed, scaled
+from shardesd.checkpoint.quantised.beside import Beside, owner
 from shardesd.checkpoint.quantised.codes import FLOAT8
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, Undecodable, decoded, turned
+from shardesd.checkpoint.quantised.families import ENDS, FAMILIES, INTEGERS, REFUSED, Family, owners
 from shardesd.checkpoint.quantised.settings import Settings, torchao_types
 from shardesd.conv1d import is_conv1d
 from shardesd.errors import MatrixError
@@ -17,59 +19,10 @@ from shardesd.records import TensorRef
 _ToCome = Callable[[str], bool]
 """Whether a tensor of this name may be in a shard whose header isn't known yet."""
 _MOST_GROUP_BYTES = 1 << 20
-_INTEGERS = frozenset({"I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64"})
 _TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 """torchao's tensors that keep one code an element."""
-_REFUSED = {
-    "sparse": "compressed-tensors' sparse bitmasks are not supported",
-    "hqq": "HQQ is not supported",
-    "marlin": "Marlin's layout is not supported",
-    "quanto": "optimum-quanto is not supported",
-}
-"""Kind → why it can't be decoded."""
-_STATES = (".weight.quant_state.bitsandbytes__nf4", ".weight.quant_state.bitsandbytes__fp4")
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Names of one way to store a weight, all of them ends that follow the module's name."""
-
-    kind: str
-    codes: str
-    others: tuple[str, ...]
-    weight: str = ".weight"
-    needs: tuple[str, ...] = ()
-    """Those without which the codes are none."""
-
-
-_SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_g_idx")
-_FAMILIES = (
-    _Family("words", ".qweight", (".qzeros", ".scales", ".g_idx")),
-    _Family(
-        "packed",
-        ".weight_packed",
-        tuple(f".weight_{end}" for end in ("scale", "zero_point", "shape", "g_idx", "global_scale")),
-    ),
-    _Family("blocks", "_blocks", ("_scales",), "", needs=("_scales",)),
-    _Family("torchao", "._weight_qdata", ("._weight_scale", "._weight_zero_point")),
-    _Family(
-        "codes",
-        ".weight",
-        (
-            *(f".weight{end}" for end in _SCALES),
-            *(".scale", ".scale_weight", ".qscale_weight", ".pre_quant_scale", ".SCB", ".weight_format"),
-            *(f".weight.{end}" for end in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")),
-            *_STATES,
-        ),
-    ),
-    _Family("sparse", ".compressed", (".bitmask", ".shape", ".row_offsets"), needs=(".bitmask",)),
-    _Family("hqq", ".W_q", (".scale", ".zero"), needs=(".scale", ".zero")),
-    _Family("marlin", ".B", (".s", ".workspace"), needs=(".s",)),
-    _Family("quanto", ".weight._data", (".weight._scale",), needs=(".weight._scale",)),
-    # Parameters that are called weights nowhere: stacked experts.
-    _Family("codes", "", _SCALES, ""),
-)
-_ENDS = tuple({end for family in _FAMILIES for end in (family.codes, *family.others) if end not in ("", ".weight")})
+_WORDS_OF = ("", "unknown", "gptq", "awq")
+_WORDS_ARE = "only gptq's and awq's are, and auto-round's in their formats"
 
 
 class Modules:
@@ -82,8 +35,10 @@ class Modules:
         self._waiting: list[TensorRef] = []
         self._crossing: set[str] = set()
         self._types: dict[str, str] = {}
-        self._scales: dict[str, list[str]] = {}
-        """Module → names of what may be its scales, under whatever name."""
+        self._comfy: dict[str, Any] = {}
+        self._beside = Beside()
+        self._promised: Collection[str] | None = None
+        """Names that have been taken in already."""
         self._model_type = config.get("model_type")
 
     def learn(
@@ -103,12 +58,13 @@ class Modules:
         learned. `metadata` is the header's.
         """
         self._types.update(torchao_types(metadata or {}))
+        self._comfy.update(comfy.layers(metadata or {}))
         new = list(tensors)
         self._stored.update((tensor.name, tensor) for tensor in new)
-        for tensor in new:
-            module, _, leaf = tensor.name.rpartition(".")
-            if "scal" in leaf:
-                self._scales.setdefault(module.removesuffix(".weight"), []).append(tensor.name)
+        self._beside.learn(tensor.name for tensor in new)
+        if promised is not None and promised is not self._promised:
+            self._promised = promised
+            self._beside.learn(promised)
         before = self._waiting
         todo, self._waiting = [*before, *new], []
 
@@ -116,7 +72,12 @@ class Modules:
             return name not in self._stored and not complete and (promised is None or name in promised)
 
         try:
-            found = [seen for tensor in todo for seen in self._judge(tensor, read, to_come, complete)]
+            found = [
+                self._undistorted(seen)
+                for tensor in todo
+                if not self._is_transform(tensor.name)
+                for seen in self._judge(tensor, read, to_come, complete)
+            ]
         except BaseException:
             self._waiting = before
             for tensor in new:
@@ -131,12 +92,24 @@ class Modules:
         """Whether a tensor that this shard holds a part of lacks another part, or has one in another shard."""
         return shard in self._crossing or any(tensor.shard == shard for tensor in self._waiting)
 
+    def _is_transform(self, name: str) -> bool:
+        """Whether a tensor is the matrix of one of compressed-tensors' transforms, a part of another weight."""
+        module, _, leaf = name.rpartition(".")
+        return leaf == "weight" and module.rpartition(".")[2] in self._settings.transforms
+
+    def _undistorted(self, tensor: TensorRef) -> TensorRef:
+        """A tensor, refused where it may be a weight that was multiplied by what is no rotation."""
+        how = self._settings.distorts
+        if not how or len(tensor.shape) < 2 or tensor.problem:
+            return tensor
+        return replace(tensor, problem=f"weights were multiplied by the transform {how}, which is no rotation")
+
     def _judge(self, tensor: TensorRef, read: Read, to_come: _ToCome, complete: bool) -> Iterator[TensorRef]:
         if tensor.encoding is not None or tensor.problem:  # the file's own format knows better
             yield tensor
             return
-        if tensor.name.endswith(_ENDS):
-            for family, base in _owners(tensor.name):
+        if tensor.name.endswith(ENDS):
+            for family, base in owners(tensor.name):
                 codes = self._stored.get(base + family.codes)
                 if codes is not None and self._is_codes(codes, family, base, to_come):
                     return
@@ -144,6 +117,13 @@ class Modules:
                     self._waiting.append(tensor)
                     return
         found = self._family(tensor, to_come)
+        if found is None or not found[0].weight:
+            if self._stands_by_codes(tensor, lambda _: False):
+                return
+            # Nothing is waited for on mere suspicion, where it isn't known what the other shards hold.
+            if (found is not None or self._promised is not None) and self._stands_by_codes(tensor, to_come):
+                self._waiting.append(tensor)
+                return
         if found is None:
             yield tensor
             return
@@ -153,7 +133,9 @@ class Modules:
             return
         parts = {end: part for end in family.others if (part := self._stored.get(base + end)) is not None}
         try:
-            encoding = self._encoding(family.kind, tensor, parts, read)
+            encoding = self._encoding(family, tensor, parts, read)
+            if encoding is not None:
+                self._check_alone(encoding, family, base)
         except (Undecodable, MatrixError) as error:
             if complete:
                 why = f"quantised weight can't be decoded: {error}"
@@ -173,37 +155,60 @@ class Modules:
             kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
             yield replace(seen, shape=tensor.shape) if kernel else seen
 
-    def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[_Family, str] | None:
-        for family in _FAMILIES:
+    def _stands_by_codes(self, tensor: TensorRef, to_come: _ToCome) -> bool:
+        """Whether a matrix is a part of a weight whose codes are there, or may be, whatever its name."""
+        module = owner(tensor.name) if len(tensor.shape) > 1 else None
+        if module is None:
+            return False
+        for family in FAMILIES:
+            name = module + family.codes
+            codes = self._stored.get(name)
+            if family.weight and (to_come(name) if codes is None else self._is_codes(codes, family, module, to_come)):
+                return True
+        return False
+
+    def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[Family, str] | None:
+        for family in FAMILIES:
             if tensor.name.endswith(family.codes):
                 base = tensor.name.removesuffix(family.codes)
                 if self._is_codes(tensor, family, base, to_come):
                     return family, base
         return None
 
-    def _is_codes(self, tensor: TensorRef, family: _Family, base: str, to_come: _ToCome) -> bool:
+    def _is_codes(self, tensor: TensorRef, family: Family, base: str, to_come: _ToCome) -> bool:
         if not all(base + end in self._stored or to_come(base + end) for end in family.needs):
             return False
-        if family.kind == "blocks":
-            return tensor.dtype == "U8"
-        if family.kind in _REFUSED:
-            mask = self._stored.get(base + ".bitmask") if family.kind == "sparse" else None
-            fits = (mask is None or mask.dtype == "U8") and (family.kind != "marlin" or tensor.dtype in _INTEGERS)
-            return fits and len(tensor.shape) == 2
         if family.kind == "codes":
             if len(tensor.shape) < 2:
                 return False
-            if family.weight and tensor.shape[-1] == 1:  # bitsandbytes' 4-bit codes, in words of any type
-                return any(base + end in self._stored or to_come(base + end) for end in _STATES) or (
-                    tensor.dtype in scaled.CODES
-                )
-            return tensor.dtype in scaled.CODES
-        return tensor.dtype in _INTEGERS or tensor.dtype in FLOAT8
+            # bitsandbytes' 4-bit codes lie in words of any type
+            states = (base + end for end in family.others if ".quant_state." in end)
+            if tensor.shape[-1] == 1 and any(state in self._stored or to_come(state) for state in states):
+                return True
+        elif family.kind in REFUSED:
+            mask = self._stored.get(base + ".bitmask") if family.kind == "sparse" else None
+            if len(tensor.shape) != 2 or (mask is not None and mask.dtype != "U8"):
+                return False
+        return not family.dtypes or tensor.dtype in family.dtypes
 
-    def _encoding(self, kind: str, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
+    def _check_alone(self, encoding: Encoding, family: Family, base: str) -> None:
+        """Raises `Undecodable` where something stands beside a weight that may change it and isn't decoded with it."""
+        codes, *others = encoding.parts
+        used = {part.name for part in others}
+        for name in self._beside.of(base, family.weight):
+            part = self._stored.get(name)
+            # A parameter that is called alike, as LTX-2's scale_shift_table_a2v is.
+            alike = (
+                part is not None and part.dtype == codes.dtype and len(part.shape) > 1 and name.startswith(f"{base}_")
+            )
+            if name not in used and name != codes.name and not alike:
+                raise Undecodable(f"what '{name}' does to it isn't known")
+
+    def _encoding(self, family: Family, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         """How the weight is decoded; None for a tensor that is none of a quantised weight. Raises `Undecodable`."""
-        if kind in _REFUSED:
-            raise Undecodable(_REFUSED[kind])
+        kind = family.kind
+        if kind in REFUSED:
+            raise Undecodable(REFUSED[kind])
         if kind == "words":
             return self._words(codes, parts)
         if kind == "packed":
@@ -216,11 +221,14 @@ class Modules:
             if kind not in _TORCHAO:
                 raise Undecodable(f"torchao's {kind} is not supported (only {', '.join(_TORCHAO)} are)")
             return scaled.scaled(codes, scale, zero=parts.get("._weight_zero_point"))
-        return self._codes(codes, {end.removeprefix(".weight"): part for end, part in parts.items()}, read)
+        prefix = family.weight or "_weight"  # ModelOpt's experts have X_weight_scale beside X
+        return self._codes(codes, {end.removeprefix(prefix): part for end, part in parts.items()}, read)
 
     def _words(self, codes: TensorRef, parts: dict[str, TensorRef]) -> Encoding:
         scale, zero, group_of = _required(parts, ".scales"), _required(parts, ".qzeros"), parts.get(".g_idx")
         settings = self._settings
+        if settings.method not in _WORDS_OF:
+            raise Undecodable(f"qweight of quant_method '{settings.method}' is not supported ({_WORDS_ARE})")
         if len(codes.shape) != 2 or len(scale.shape) != 2:
             raise Undecodable(f"qweight has {len(codes.shape)} dimensions, scales {len(scale.shape)}")
         if settings.method == "awq" or (settings.method != "gptq" and codes.shape[1] != scale.shape[1]):
@@ -235,8 +243,10 @@ class Modules:
     def _packed(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding:
         scale = _required(parts, "scale")
         if codes.dtype == "U8":
-            if "zero_point" in parts:
-                raise Undecodable("4-bit floats with zero points are not supported")
+            if any(kind.startswith("mx_int") for kind in self._settings.data_types):
+                raise Undecodable("auto-round's MXINT is not supported")
+            if "zero_point" in parts or "g_idx" in parts:
+                raise Undecodable("4-bit floats with zero points or groups of their own are not supported")
             return fp4.packed(codes, scale, factor=parts.get("global_scale"), divides=True)
         content = _content(_required(parts, "shape"), read)
         return packed.compressed(
@@ -246,19 +256,18 @@ class Modules:
     def _codes(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         state = next((part for end, part in parts.items() if end.startswith(".quant_state")), None)
         if state is not None:
-            if state.dtype != "U8" or state.nbytes > bitsandbytes.MAX_STATE_BYTES:
-                raise Undecodable(f"its quant_state is {state.dtype} of {state.nbytes} bytes")
-            with read(state) as raw:
-                content = raw.tobytes()
+            content = _bytes(state, read, bitsandbytes.MAX_STATE_BYTES)
             rest = {end.removeprefix("."): part for end, part in parts.items()}
             return bitsandbytes.blockwise4(codes, rest, content)
+        if ".comfy_quant" in parts:
+            comfy.check(_bytes(parts[".comfy_quant"], read, comfy.MAX_BYTES))
+        if (said := comfy.of(codes.name.removesuffix(".weight"), self._comfy)) is not None:
+            comfy.check(said)
         if ".SCB" in parts:
             order = _content(parts["_format"], read) if "_format" in parts else (0,)
             if codes.dtype != "I8" or order != (0,):
                 raise Undecodable(f"bitsandbytes' int8 in {codes.dtype} and order {order} is not supported")
             return scaled.bnb_int8(codes, parts[".SCB"])
-        if ".pre_quant_scale" in parts:
-            raise Undecodable("its inputs are scaled too (pre_quant_scale)")
         ends = ("_scale_inv", "_scale", ".scale", ".scale_weight", ".qscale_weight")
         scales = [parts[end] for end in ends if end in parts]
         if len(scales) > 1:
@@ -270,54 +279,23 @@ class Modules:
             if zero is not None:
                 raise Undecodable("packed U8 codes with zero points are not supported")
             return fp4.packed(codes, scales[0], factor=factor)
+        if codes.dtype == "I8" and self._settings.own_bits not in (0, 8):
+            raise Undecodable(f"ChatGLM's own {self._settings.own_bits} bits (quantization_bit) are not supported")
         if scales:
-            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=self._settings.blocks)
+            says, sizes = self._settings.scales_are, self._settings.blocks
+            if says not in ("", "inverse"):
+                raise Undecodable(f"weight_scale_semantics '{says}' is not supported (only inverse is)")
+            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=sizes, divides=says == "inverse")
         if codes.dtype not in FLOAT8:
             return None
         if self._settings.method:
             raise Undecodable(f"{codes.dtype} codes of quant_method '{self._settings.method}' without scales")
-        if (unknown := self._unknown_scale(codes.name)) is not None:
-            raise Undecodable(f"how '{unknown}' scales it isn't known")
         return scaled.plain(codes)
-
-    def _unknown_scale(self, codes: str) -> str | None:
-        """The name of what may well scale codes that have no scale of a known name."""
-        module = codes.removesuffix(".weight")
-        beside = self._scales.get(module, []) + self._scales.get(module.rpartition(".")[0], [])
-        own = (f"{module}.", f"{module}_")
-        return next((name for name in beside if name.startswith(own)), None)
-
-
-def weight_names(names: Iterable[str]) -> frozenset[str]:
-    """What the tensors of a checkpoint are called once decoded, as far as stored names tell."""
-    stored = frozenset(names)
-    return frozenset(
-        weight for name in stored for weight in ([name] if not name.endswith(_ENDS) else _weight(name, stored))
-    )
-
-
-def _weight(name: str, stored: frozenset[str]) -> Iterator[str]:
-    if any(base + family.codes in stored for family, base in _owners(name)):
-        return
-    for family in _FAMILIES:
-        if family.kind != "codes" and name.endswith(family.codes):
-            base = name.removesuffix(family.codes)
-            if any(base + end in stored for end in family.others):
-                yield base + family.weight
-                return
-    yield name
-
-
-def _owners(name: str) -> Iterator[tuple[_Family, str]]:
-    for family in _FAMILIES:
-        for end in family.others:
-            if name.endswith(end):
-                yield family, name.removesuffix(end)
 
 
 def _in_order(groups: TensorRef, read: Read) -> bool:
     """Whether inputs belong to groups one after the other, as they do where nothing is said (-1)."""
-    if groups.dtype not in _INTEGERS or groups.nbytes > _MOST_GROUP_BYTES:
+    if groups.dtype not in INTEGERS or groups.nbytes > _MOST_GROUP_BYTES:
         return False
     with read(groups) as raw:
         values = raw.reshape(-1).astype("int64")
@@ -331,9 +309,17 @@ def _required(parts: Mapping[str, TensorRef], end: str) -> TensorRef:
     return part
 
 
+def _bytes(tensor: TensorRef, read: Read, most: int) -> bytes:
+    """What a small tensor of bytes holds."""
+    if tensor.dtype != "U8" or tensor.nbytes > most:
+        raise Undecodable(f"'{tensor.name}' is {tensor.dtype} of {tensor.nbytes} bytes")
+    with read(tensor) as raw:
+        return raw.tobytes()
+
+
 def _content(tensor: TensorRef, read: Read) -> tuple[int, ...]:
     """The integers of a tiny tensor."""
-    if tensor.dtype not in _INTEGERS or not 0 < tensor.numel <= 8:
+    if tensor.dtype not in INTEGERS or not 0 < tensor.numel <= 8:
         raise Undecodable(f"'{tensor.name}' is {tensor.dtype} of shape {tensor.shape}")
     with read(tensor) as raw:
         return tuple(int(value) for value in raw.reshape(-1))

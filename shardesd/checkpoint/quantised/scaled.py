@@ -1,8 +1,9 @@
 """One code an element, times a grid of scales: FP8 and int8 of any origin.
 
 W = (codes − zero points) · scales, each scale spread over its block of rows × columns; what a block has beyond the
-weight's edge is cut off. DeepSeek's ``weight_scale_inv`` is multiplied too, whatever its name says. Scales of U8 and
-F8_E8M0 are powers of two, 2**(code − 127). bitsandbytes' int8 is W = codes · SCB · (1/127), row by row.
+weight's edge is cut off. DeepSeek's ``weight_scale_inv`` is multiplied too, whatever its name says; gptqmodel's is
+what its name says, and its config says so (``weight_scale_semantics``): W = codes / scales. Scales of U8 and F8_E8M0
+are powers of two, 2**(code − 127). bitsandbytes' int8 is W = codes · SCB · (1/127), row by row.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Scaled(Encoding):
     """Rows and columns that one scale holds for."""
     times: float = 1.0
     """Multiplied last."""
+    divides: bool = False
+    """Whether the codes are divided by the scales."""
 
     def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
         """See `Encoding.decode`."""
@@ -76,7 +79,10 @@ class Scaled(Encoding):
             rows = out[first:last]
             if zero is not None:
                 rows -= _spread(zero[i], width, columns)
-            rows *= _spread(scale[i], width, columns)
+            if self.divides:
+                rows /= _spread(scale[i], width, columns)
+            else:
+                rows *= _spread(scale[i], width, columns)
             if self.times != 1.0:
                 rows *= np.float32(self.times)
 
@@ -94,9 +100,10 @@ def scaled(
     zero: TensorRef | None = None,
     factor: TensorRef | None = None,
     sizes: tuple[tuple[int, int], ...] = (),
+    divides: bool = False,
 ) -> Scaled:
     """The encoding of `codes` (2-D, or a stack) with a grid of scales; its block is one of `sizes` (as the config
-    says), or found from the shapes. Raises `Undecodable`."""
+    says), or found from the shapes. `divides`: W is codes / scales. Raises `Undecodable`."""
     if codes.dtype not in CODES:
         raise Undecodable(f"codes of {codes.dtype} with scales of {scale.dtype}")
     if len(codes.shape) < 2:
@@ -113,6 +120,13 @@ def scaled(
         scale = replace(scale, shape=(scale.numel, 1))
         zero = replace(zero, shape=scale.shape) if zero is not None else None
         codes = _rows(codes)
+    if (
+        len(codes.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1)
+    ):  # ModelOpt: (rows, 1, columns, 1)
+        scale = replace(scale, shape=scale.shape[::2])
+        zero = replace(zero, shape=scale.shape) if zero is not None else None
+    if len(scale.shape) > len(codes.shape) and scale.numel > 1:
+        raise Undecodable(f"its scales' shape {scale.shape} doesn't fit its codes' {codes.shape}")
     stack, (rows, columns) = prod(codes.shape[:-2]), codes.shape[-2:]
     grid = _grid_shape(scale.shape, codes.shape)
     if not codes.numel or not scale.numel or scale.numel not in (prod(grid), stack * prod(grid)):
@@ -126,6 +140,7 @@ def scaled(
         zero=zero,
         factor=factor,
         block=block,
+        divides=divides,
     )
 
 
