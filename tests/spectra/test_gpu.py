@@ -355,12 +355,13 @@ def test_float32_is_never_tf32(together: bool, monkeypatch: pytest.MonkeyPatch) 
     W = np.random.default_rng(0).standard_normal((3000, 600)).astype(np.float32)
     count = 3 if together else 1
     result = shardesd.scan(
-        {f"layers.{i}.up_proj.weight": torch.from_numpy(W) for i in range(count)},
+        {f"layers.{i}.up_proj.weight": torch.from_numpy(W * 2.0**i) for i in range(count)},
         **{"device": "cuda:0", "precision": "float32", "cache": False},
     )
     expected = np.linalg.svd(W.astype(np.float64), compute_uv=False)[::-1] ** 2
     assert len(result.spectra) == count
-    for eigs in result.spectra.values():
+    for i in range(count):
+        eigs = result.spectra[f"layers.{i}.up_proj"] / 4.0**i
         assert np.abs(eigs - expected).max() <= 2e-6 * expected[-1]
 
 
