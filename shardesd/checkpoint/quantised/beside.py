@@ -22,6 +22,8 @@ _HARMLESS = re.compile(
 
 def owner(name: str) -> str | None:
     """The module whose weight a tensor of this name may change; None where it is known that it doesn't."""
+    if name.endswith((".weight", ".bias")) and ".weight." not in name and "_quantizer." not in name:
+        return None  # as of nearly all
     found = _OWN.fullmatch(name)
     return None if found is None or _HARMLESS.fullmatch(found[2]) else found[1] or ""
 

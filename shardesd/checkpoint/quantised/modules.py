@@ -21,6 +21,9 @@ _ToCome = Callable[[str], bool]
 _MOST_GROUP_BYTES = 1 << 20
 _TORCHAO = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")
 """torchao's tensors that keep one code an element."""
+_UNNAMED = tuple(family for family in FAMILIES if family.codes in ("", ".weight"))
+"""Whose codes are called as any weight is."""
+_CODES = tuple(family.codes for family in FAMILIES if family not in _UNNAMED)
 _WORDS_OF = ("", "unknown", "gptq", "awq")
 _WORDS_ARE = "only gptq's and awq's are, and auto-round's in their formats"
 
@@ -94,6 +97,8 @@ class Modules:
 
     def _is_transform(self, name: str) -> bool:
         """Whether a tensor is the matrix of one of compressed-tensors' transforms, a part of another weight."""
+        if not self._settings.transforms:
+            return False
         module, _, leaf = name.rpartition(".")
         return leaf == "weight" and module.rpartition(".")[2] in self._settings.transforms
 
@@ -168,7 +173,7 @@ class Modules:
         return False
 
     def _family(self, tensor: TensorRef, to_come: _ToCome) -> tuple[Family, str] | None:
-        for family in FAMILIES:
+        for family in FAMILIES if tensor.name.endswith(_CODES) else _UNNAMED:
             if tensor.name.endswith(family.codes):
                 base = tensor.name.removesuffix(family.codes)
                 if self._is_codes(tensor, family, base, to_come):
@@ -176,20 +181,22 @@ class Modules:
         return None
 
     def _is_codes(self, tensor: TensorRef, family: Family, base: str, to_come: _ToCome) -> bool:
-        if not all(base + end in self._stored or to_come(base + end) for end in family.needs):
-            return False
+        # What most tensors fail by comes first: there are tens of thousands.
         if family.kind == "codes":
             if len(tensor.shape) < 2:
                 return False
+            if tensor.dtype in family.dtypes:
+                return True
             # bitsandbytes' 4-bit codes lie in words of any type
             states = (base + end for end in family.others if ".quant_state." in end)
-            if tensor.shape[-1] == 1 and any(state in self._stored or to_come(state) for state in states):
-                return True
-        elif family.kind in REFUSED:
+            return tensor.shape[-1] == 1 and any(state in self._stored or to_come(state) for state in states)
+        if family.dtypes and tensor.dtype not in family.dtypes:
+            return False
+        if family.kind in REFUSED:
             mask = self._stored.get(base + ".bitmask") if family.kind == "sparse" else None
             if len(tensor.shape) != 2 or (mask is not None and mask.dtype != "U8"):
                 return False
-        return not family.dtypes or tensor.dtype in family.dtypes
+        return all(base + end in self._stored or to_come(base + end) for end in family.needs)
 
     def _check_alone(self, encoding: Encoding, family: Family, base: str) -> None:
         """Raises `Undecodable` where something stands beside a weight that may change it and isn't decoded with it."""
