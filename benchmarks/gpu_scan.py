@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--repeat", type=int, default=3, help="processes")
-    parser.add_argument("--later", type=int, default=8, help="scans more in each")
+    parser.add_argument("--later", type=int, default=24, help="scans more in each: of eight, medians move by a tenth")
     parser.add_argument("--model", type=Path, help="a checkpoint that is there, instead of making one")
     parser.add_argument("--cold", action="store_true", help="only: read from the disk, and scanned from it")
     parser.add_argument("--quick", action="store_true", help="leave the common procedure out")
