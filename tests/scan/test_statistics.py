@@ -207,7 +207,7 @@ def test_what_fails_aside_ends_the_scan_with_an_error_and_is_counted_the_next_ti
 def test_time_is_linear_in_what_is_read_alone() -> None:
     """By the work, not by the clock: how often a part is looked at."""
     statistics = Statistics()
-    shard = SimpleNamespace(ref=ShardRef(name="s"), in_blocks=lambda tensor: True)
+    shard = SimpleNamespace(ref=ShardRef(name="s"), on_server=False, in_blocks=lambda tensor: True)
     looked = 0
 
     class Part(TensorRef):
