@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,7 +60,20 @@ def routine(module: str, name: str, parameters: int) -> Callable[..., None]:
 
 
 def _library(module: str) -> Any:
-    return import_module(f"scipy.linalg.{module}")
+    """`scipy.linalg.module`, alone where that can be: all of scipy.linalg takes six times as long to import."""
+    name = f"scipy.linalg.{module}"
+    if name not in sys.modules and "scipy.linalg" not in sys.modules:
+        package = find_spec("scipy.linalg")
+        found = package and PathFinder.find_spec(name, package.submodule_search_locations)
+        if found and found.loader:
+            # Under its own name, since a later import of scipy.linalg can't load it again.
+            loaded = sys.modules[name] = module_from_spec(found)
+            try:
+                found.loader.exec_module(loaded)
+            except BaseException:
+                del sys.modules[name]
+                raise
+    return import_module(name)
 
 
 def _limit(limits: ExitStack, threads: int) -> None:

@@ -109,3 +109,26 @@ def test_what_does_not_converge_is_left_to_the_svd(monkeypatch: pytest.MonkeyPat
     found = eigen.eigvalsh_cpu(gram(5, np.float64, "random"))
     assert np.isnan(found.eigs).all()
     assert found.eigs.shape == (1, 5)
+
+
+@pytest.mark.parametrize("first", ["", "import scipy.linalg"])
+def test_scipy_s_libraries_come_without_the_rest_of_it_and_the_rest_may_follow(first: str) -> None:
+    script = f"""
+import sys
+{first}
+import numpy as np
+from shardesd.spectra import fortran
+from shardesd.spectra.blas import syrk
+
+gram = np.zeros((3, 3), order="F")
+syrk(np.ones((3, 2)), gram, 0.0)
+fortran.routine("cython_lapack", "dsyevd", 11)
+assert (np.tril(gram) == np.tril(np.full((3, 3), 2.0))).all()
+assert ("scipy.linalg" in sys.modules) == {bool(first)}
+import scipy.linalg, scipy.optimize, scipy.sparse.linalg
+from scipy.linalg import cython_blas, cython_lapack
+
+assert np.allclose(scipy.linalg.svdvals(np.eye(3)), 1)
+assert cython_blas is sys.modules["scipy.linalg.cython_blas"]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
