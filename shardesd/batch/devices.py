@@ -89,7 +89,8 @@ def _watched(
         for index in [index for index in taken if index not in ours]:
             del taken[index]
         for index in ours:
-            if index not in taken:  # asking what is free on a GPU takes memory on it: not before it is ours
+            # Asking what is free on a GPU takes memory on it: not before it is ours. What was refused may have passed.
+            if index not in taken or not taken[index].budget:
                 (taken[index],) = discover(f"cuda:{index}", scan.gpu_memory_fraction)
         use(tuple(taken[index] for index in ours))
 

@@ -133,8 +133,8 @@ def peak_memory() -> int:
 
 
 def _gpu(name: str, fraction: float) -> Device:
-    """One that CUDA refuses has no memory: what is wrong with it is said once it is prepared, and others take its
-    work."""
+    """One that CUDA refuses has no memory: unless that has passed by the time it is prepared, it is retired then, and
+    said why. (With no memory to count on, matrices go to it one by one.)"""
     import torch
 
     try:

@@ -106,7 +106,7 @@ class _Run(Generic[K, T]):
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
-        self._looked = time.monotonic()  # at deadlines
+        self._looked, self._away = time.monotonic(), 0.0  # at deadlines, and how long the caller was away since
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
         self._refill = engine.reach - max(1, engine.reach // 8)
@@ -147,7 +147,9 @@ class _Run(Generic[K, T]):
             elif isinstance(item, BaseException):  # a worker's thread has ended: what it had to do will not be done
                 raise item
             else:
+                given = time.monotonic()
                 yield item
+                self._away += time.monotonic() - given
                 with self._changed:
                     self._pending -= 1
                     if self._full and self._pending <= self._refill:
@@ -176,8 +178,9 @@ class _Run(Generic[K, T]):
 
     def _look_for_hung(self) -> None:
         now = time.monotonic()
-        missed = now - self._looked if now - self._looked > _STOPPED else 0.0
-        self._looked = now
+        unseen = now - self._looked - self._away  # not while the caller had an outcome: the devices went on
+        missed = unseen if unseen > _STOPPED else 0.0
+        self._looked, self._away = now, 0.0
         with self._changed:
             for place in (*self._places, self._aside):
                 for worker in list(place.workers):
@@ -195,7 +198,7 @@ class _Run(Generic[K, T]):
             for ticket in tickets:
                 self._deliver(ticket, Outcome(key=ticket.task.key, error=error, device="cpu", seconds=seconds))
             self._hire(worker.place)
-        else:
+        elif not (worker.preparing and worker.place.prepared):  # else fewer threads will do
             self._retire(worker.place, f"no answer after {seconds:.0f} s")
             for ticket in tickets:
                 ticket.cpu_only = True  # it may be what hangs
@@ -367,11 +370,10 @@ class _Run(Generic[K, T]):
             self._done.put(outcome)
 
     def _dismiss(self, worker: Worker[K, T], error: Exception) -> None:
-        """One that can't begin: for want of memory fewer will do."""
+        """One that can't begin: for want of memory fewer will do, as long as there are any."""
         place = worker.place
-        if place.prepared and self._engine.classify(error) == "memory":
-            place.workers.remove(worker)
-        else:
+        place.workers.remove(worker)
+        if not place.workers or self._engine.classify(error) != "memory":
             self._retire(place, str(error))
             self._ensure_fallback()
 

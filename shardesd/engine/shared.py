@@ -174,26 +174,30 @@ class SharedEngine(Engine):
     # The driver's thread, and those of the engine that it drives
 
     def _drive(self) -> None:
-        while True:
-            if not self.devices:
-                self._on_idle()
+        try:
+            while self._next_engine():
+                pass
+        except BaseException as error:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.devices)
-                if self._closed:
-                    return
-                self._end = end = threading.Event()
-                devices = self.devices
-            try:
-                self._run(self._make(devices), end)
-            except BaseException as error:
-                with self._changed:
-                    self._broken = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                # What was handed to the old engine and not begun.
-                self._again.extend(self._flying.values())
-                self._flying.clear()
+                self._broken = error
+                self._changed.notify_all()
+
+    def _next_engine(self) -> bool:
+        """Runs one on the devices of this moment until they change; False when there will be none any more."""
+        if not self.devices:
+            self._on_idle()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self.devices)
+            if self._closed:
+                return False
+            self._end = end = threading.Event()
+            devices = self.devices
+        self._run(self._make(devices), end)
+        with self._changed:
+            # What was handed to the old engine and not begun.
+            self._again.extend(self._flying.values())
+            self._flying.clear()
+        return True
 
     def _run(self, engine: Engine, end: threading.Event) -> None:
         def started(ticket: int, device: str) -> None:

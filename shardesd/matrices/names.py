@@ -65,8 +65,8 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     # RWKV's channel mix calls its two matrices key and value. Qwen's first multiplies w1 by what it activates of w2; in
     # vision transformers (EVA, DINOv2) w3 comes last.
     ("gate_proj", (r"h\.\d+\.mlp\.w2",)),
-    ("up_proj", (r"(?:feed_forward|ffn)\.key|h\.\d+\.mlp\.w1|blocks\.\d+\.mlp\.w2",)),
-    ("down_proj", (r"(?:feed_forward|ffn)\.value|blocks\.\d+\.mlp\.w3",)),
+    ("up_proj", (r"(?:feed_forward|ffn)\.key|h\.\d+\.mlp\.w1|(?<!transformer\.)blocks\.\d+\.mlp\.w2",)),
+    ("down_proj", (r"(?:feed_forward|ffn)\.value|(?<!transformer\.)blocks\.\d+\.mlp\.w3",)),
     ("kv", (r"kv|kv_proj|to_kv|[Ww]kv|key_value|kv_a_proj_with_mqa|kv_[ab]_proj|crossattention\.c_attn",)),
     (
         "qkv",

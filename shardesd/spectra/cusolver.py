@@ -91,9 +91,9 @@ def _handle(library: Any, device: torch.device) -> Iterator[_Handle]:
         found = idle.pop()
     except IndexError:
         found = ctypes.c_void_p(), ctypes.c_void_p()
+        _check(library.cusolverDnCreateParams(ctypes.byref(found[1])), "CreateParams")
         with torch.cuda.device(device):
             _check(library.cusolverDnCreate(ctypes.byref(found[0])), "Create")
-        _check(library.cusolverDnCreateParams(ctypes.byref(found[1])), "CreateParams")
     try:
         yield found
     finally:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _PATIENCE = 60.0  # seconds
 _locks: dict[str, threading.Lock] = {}
 """Of each device: one that doesn't answer keeps nobody from the others."""
-_loading, _loaded = threading.Lock(), threading.Event()
+_loading, _late, _loaded = threading.Lock(), threading.Lock(), threading.Event()
 _prepared = Counter[str]()
 """How many threads have come, of each device."""
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
@@ -38,11 +38,12 @@ def prepare_worker(device: str, threads: int) -> None:
     with _locks.setdefault(device, threading.Lock()):
         torch.cuda.set_device(there)
         _load_linalg(there)
-        before = _prepared[device]
-        _prepared[device] += 1
         stream = _free_stream(device)
     torch.cuda.set_stream(stream)
     staging_of(there)
+    with _locks[device]:  # those that had no memory so far come again
+        before = _prepared[device]
+        _prepared[device] += 1
     # What a process loads once for a device takes long: while the others read, each of the first two does a part.
     if before == 0:
         cublas.load(there)
@@ -56,14 +57,15 @@ def _load_linalg(there: torch.device) -> None:
 
     if _loaded.is_set():
         return
-    alone = _loading.acquire(timeout=_PATIENCE)  # else whoever does it works for a device that doesn't answer
+    # Who still has the first lock after that time works for a device that doesn't answer.
+    held = next((lock for lock in (_loading, _late) if lock.acquire(timeout=_PATIENCE)), None)
     try:
         if not _loaded.is_set():
             torch.linalg.eigvalsh(torch.eye(2, dtype=torch.float64, device=there))
             _loaded.set()
     finally:
-        if alone:
-            _loading.release()
+        if held is not None:
+            held.release()
 
 
 def loaded_torch() -> ModuleType:
@@ -86,7 +88,7 @@ def _free_stream(device: str) -> torch.cuda.Stream:
 
     known = _streams.setdefault(device, [])
     for at, (thread, stream) in enumerate(known):
-        if not thread.is_alive():
+        if not thread.is_alive() or thread is threading.current_thread():
             known[at] = threading.current_thread(), stream
             return stream
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
 from shardesd import keys
-from shardesd.engine import Device, Engine, Outcome, Task, Trouble, attempt, places
+from shardesd.engine import Device, Engine, Outcome, SharedEngine, Task, Trouble, attempt, places, queue
+from shardesd.spectra import worker
 
 GPUS = (Device("cuda:0", slots=2), Device("cuda:1", slots=2))
 
@@ -129,6 +131,98 @@ def test_one_that_never_has_memory_to_begin_with_is_retired(monkeypatch: pytest.
     engine = Engine(GPUS[:1], budget=10**9, prepare=prepare, classify=classify, notice=notices.append)
     assert {outcome.value for outcome in engine.map(Task(key=i, run=lambda d: d) for i in range(5))} == {"cpu"}
     assert len(notices) == 1
+
+
+def test_fewer_threads_do_though_the_others_are_not_ready_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_PAUSES", (0.05,))
+    first, notices = threading.Lock(), list[str]()
+
+    def prepare(device: Device) -> None:
+        if device.name == "cuda:0":
+            if not first.acquire(blocking=False):
+                raise RuntimeError("no memory")
+            time.sleep(0.6)  # libraries come from a slow disk
+
+    engine = Engine(GPUS[:1], budget=10**9, prepare=prepare, classify=classify, notice=notices.append)
+    outcomes = list(engine.map(Task(key=i, run=lambda d: d) for i in range(20)))
+    assert {outcome.value for outcome in outcomes} == {"cuda:0"}
+    assert not notices
+
+
+def test_a_thread_that_is_never_ready_costs_no_gpu_on_which_others_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "PREPARE_SECONDS", 0.5)
+    first, never, notices = threading.Lock(), threading.Event(), list[str]()
+
+    def prepare(device: Device) -> None:
+        if device.name == "cuda:0" and not first.acquire(blocking=False):
+            never.wait(60)
+
+    engine = Engine(GPUS[:1], budget=10**9, prepare=prepare, classify=classify, notice=notices.append)
+    outcomes = list(engine.map(Task(key=i, run=lambda d: (time.sleep(0.05), d)[1]) for i in range(30)))
+    never.set()
+    assert {outcome.value for outcome in outcomes} == {"cuda:0"}
+    assert not notices
+
+
+def test_a_slow_reader_of_rows_hides_no_hung_solve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "_STOPPED", 0.2)
+    never, found = threading.Event(), list[int]()
+
+    def hang(device: str) -> str:
+        if device != "cpu":
+            never.wait(60)
+        return device
+
+    engine = Engine(GPUS[:1], budget=10**9, notice=lambda text: found.append(taken))
+    tasks = [Task(key=i, run=(lambda d: d) if i else hang, deadline=1.0) for i in range(12)]
+    taken = 0
+    for _ in engine.map(tasks):
+        taken += 1
+        time.sleep(0.4)
+    never.set()
+    assert taken == 12
+    assert len(found) == 1
+    assert found[0] < 8  # not when all the others had been taken
+
+
+def test_what_cannot_be_given_back_ends_the_scans_of_a_batch() -> None:
+    def idle() -> None:
+        raise AttributeError("a module that is half imported")
+
+    shared = SharedEngine(lambda devices: Engine(devices, budget=1), (), budget=1, on_idle=idle)
+    with shared, pytest.raises(AttributeError, match="half imported"):
+        list(shared.map([Task(key=1, run=lambda d: d)]))
+
+
+def test_no_two_threads_load_linear_algebra_at_once_though_one_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch loads it at the first call, and not safely."""
+    monkeypatch.setattr(worker, "_PATIENCE", 0.3)
+    monkeypatch.setattr(worker, "_loaded", threading.Event())
+    never, guard, inside, most = threading.Event(), threading.Lock(), [0], [0]
+
+    def eigvalsh(device: str) -> None:
+        if device == "cuda:0":
+            never.wait(60)
+            return
+        with guard:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        time.sleep(0.2)
+        with guard:
+            inside[0] -= 1
+
+    fake = SimpleNamespace(linalg=SimpleNamespace(eigvalsh=eigvalsh), eye=lambda n, dtype, device: device, float64=None)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+    threads = [threading.Thread(target=worker._load_linalg, args=(f"cuda:{i}",), daemon=True) for i in range(6)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for thread in threads[1:]:
+        thread.join(20)
+    assert most[0] == 1
+    assert not any(thread.is_alive() for thread in threads[1:])
+    never.set()
+    threads[0].join(20)
 
 
 STOPPED = """

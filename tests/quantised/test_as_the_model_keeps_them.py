@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import shardesd
+from shardesd.checkpoint.quantised.beside import Beside
 
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 1}
 
@@ -293,3 +294,31 @@ def test_groups_of_inputs_out_of_order_are_refused(tmp_path: Path) -> None:
         assert result.layers["status"].to_list() == [status]
         if status == "ok":
             close(result.spectra["l.0.up_proj"], codes.float() * scales.repeat_interleave(32, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "uint8", "int8"])
+@pytest.mark.parametrize("module", ["l.0.embed_tokens", "l.0.up_proj"])
+def test_a_matrix_beside_codes_is_never_lost_without_a_row(tmp_path: Path, module: str, dtype: str) -> None:
+    """Though nothing else is said of the codes, those of an embedding say."""
+    codes = torch.ones(64, 96).to(getattr(torch, dtype))
+    result = scan(
+        stored(tmp_path / "m", {f"{module}.weight": codes, f"{module}.mix": torch.randn(32, 48)}), show_skipped=True
+    )
+    assert f"{module}.mix" in result.layers["longname"].to_list()
+    assert "ok" not in result.layers["status"].to_list()
+
+
+def test_names_beside_thousands_of_weights_are_looked_up_not_looked_through() -> None:
+    """By the work, not by the clock."""
+    beside, asked = Beside(), [0]
+
+    class Name(str):
+        __slots__ = ()
+
+        def startswith(self, *given: Any) -> bool:
+            asked[0] += 1
+            return super().startswith(*given)
+
+    beside.learn(Name(f"l.p{i}_scale{j}") for i in range(1000) for j in range(2))
+    assert [len(list(beside.of(f"l.p{i}", ""))) for i in range(1000)] == [2] * 1000
+    assert asked[0] < 5000

@@ -124,6 +124,7 @@ class Modules:
         found = self._family(tensor, to_come)
         if found is None or not found[0].weight:
             if self._stands_by_codes(tensor, lambda _: False):
+                yield replace(tensor, problem="it stands beside a weight's codes, and may be a part of that weight")
                 return
             # Nothing is waited for on mere suspicion, where it isn't known what the other shards hold.
             if (found is not None or self._promised is not None) and self._stands_by_codes(tensor, to_come):
