@@ -81,6 +81,7 @@ STATE = json.dumps(
     {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [16, 64]}
     | {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.03}
 ).encode()
+COMFY = b'{"format": "float8_e4m3fn", "full_precision_matrix_mult": true}'
 FAMILIES: dict[str, tuple[dict[str, Entry], dict[str, Any]]] = {
     "fp8": (
         {"a.weight": noise("F8_E4M3", 40, 24), "a.weight_scale_inv": noise("F32", 3, 2)},
@@ -156,12 +157,43 @@ FAMILIES: dict[str, tuple[dict[str, Entry], dict[str, Any]]] = {
         },
         {},
     ),
+    "comfy": (
+        {
+            "a.weight": noise("F8_E4M3", 16, 24),
+            "a.weight_scale": noise("F32"),
+            "a.comfy_quant": ("U8", (len(COMFY),), COMFY),
+        },
+        {},
+    ),
+    "transforms": (
+        {
+            "a.weight": noise("I8", 8, 16),
+            "a.weight_scale": noise("F32", 8, 1),
+            "a.R_input.weight": noise("F32", 16, 16),
+        },
+        {
+            "quant_method": "compressed-tensors",
+            "transform_config": {
+                "config_groups": {
+                    "R": {
+                        "type": "hadamard",
+                        "head_dim": 16,
+                        "apply": [
+                            {"targets": ["a"], "location": "weight_input"},
+                            {"targets": ["a"], "location": "input"},
+                        ],
+                    }
+                }
+            },
+        },
+    ),
 }
 
 
 def write(path: Path, entries: dict[str, Entry]) -> None:
     """A safetensors file, well formed."""
-    header: dict[str, Any] = {"__metadata__": {"a.weight": '{"_type": "Int8Tensor"}'}}
+    comfy = '{"layers": {"b": {"format": "nvfp4"}}}'
+    header: dict[str, Any] = {"__metadata__": {"a.weight": '{"_type": "Int8Tensor"}', "_quantization_metadata": comfy}}
     data = b""
     for name, (dtype, shape, content) in entries.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
@@ -249,7 +281,9 @@ def test_the_unchanged_ones_decode(tmp_path: Path, family: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
     checkpoint = open_checkpoint(open_source(tmp_path))
     (tensor,) = checkpoint.tensors()
-    assert checkpoint.names == {tensor.name}
+    # That a transform's matrix is a part is known by config.json, and names are counted without it.
+    assert checkpoint.names is not None
+    assert checkpoint.names - {"a.R_input.weight"} == {tensor.name}
     assert tensor.encoding is not None
     assert tensor.problem == ""
     check(tmp_path)
@@ -304,6 +338,8 @@ def test_configs(folder: Path, seed: int) -> None:
     emptied(folder)
     write(folder / "model.safetensors", entries)
     config = mutated({"model_type": "llama", "hidden_size": 64, "quantization_config": quantization}, rng)
+    if rng.random() < 0.2:
+        (folder / "quantize_config.json").write_text(json.dumps(mutated(quantization, rng)))
     text = json.dumps(mutated(config, rng) if isinstance(config, dict) else config)
     if rng.random() < 0.2:
         text = text[: rng.randrange(len(text) + 1)]
