@@ -106,7 +106,7 @@ class _Run(Generic[K, T]):
         self._changed = threading.Condition()
         self._all_here = threading.Event()  # the feeder has, for now, nothing more to add
         self._closed = False
-        self._looked, self._away = time.monotonic(), 0.0  # at deadlines, and how long the caller was away since
+        self._looked = self._away = 0.0  # at deadlines, and how long the caller was away since
         self._pending = 0  # taken from the caller, outcome not yet handed back
         self._full = False  # no more is taken until `_refill` are left: one by one, each would wake the feeder
         self._refill = engine.reach - max(1, engine.reach // 8)

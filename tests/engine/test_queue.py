@@ -204,3 +204,9 @@ def test_the_state_tells_what_is_going_on() -> None:
     assert busy[-1].host_bytes == 14
     assert len(busy[-1].devices[0].working) == 2
     assert max(state.devices[0].done for state in states) >= 2
+
+
+def test_the_state_is_told_however_short_the_work_is() -> None:
+    states: list[State] = []
+    list(Engine((Device("cpu"),), budget=10).map([Task(key=0, run=lambda device: device)], on_state=states.append))
+    assert states
