@@ -371,10 +371,10 @@ def _open(
 def _config(source: Source, files: Mapping[str, ShardRef]) -> tuple[dict[str, Any], list[str]]:
     """config.json; where it says nothing of quantisation, gptqmodel's own file says it."""
     config, notes = _json(source, files, "config.json")
-    if "quantization_config" not in config:
-        quantisation, more = _json(source, files, "quantize_config.json")
-        return config | ({"quantization_config": quantisation} if quantisation else {}), notes + more
-    return config, notes
+    if "quantization_config" in config:
+        return config, notes
+    own, more = _json(source, files, "quantize_config.json")
+    return (config | {"quantization_config": own} if own else config), notes + more
 
 
 def _json(source: Source, files: Mapping[str, ShardRef], name: str) -> tuple[dict[str, Any], list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from itertools import count
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ _PATIENCE = 60.0  # seconds
 _locks: dict[str, threading.Lock] = {}
 """Of each device: one that doesn't answer keeps nobody from the others."""
 _loading, _late, _loaded = threading.Lock(), threading.Lock(), threading.Event()
-_prepared = Counter[str]()
-"""How many threads have come, of each device."""
+_prepared: dict[str, count[int]] = {}
+"""Numbers the threads of each device that are ready."""
 _streams: dict[str, list[tuple[threading.Thread, torch.cuda.Stream]]] = {}
 """Of each device, with the thread that uses or used it."""
 _local = threading.local()
@@ -41,13 +41,12 @@ def prepare_worker(device: str, threads: int) -> None:
         stream = _free_stream(device)
     torch.cuda.set_stream(stream)
     staging_of(there)
-    with _locks[device]:  # those that had no memory so far come again
-        before = _prepared[device]
-        _prepared[device] += 1
-    # What a process loads once for a device takes long: while the others read, each of the first two does a part.
-    if before == 0:
+    # What a process loads once for a device takes long: while the others read, each of the first two does a part. (Who
+    # had no memory so far comes again, and counts then.)
+    number = next(_prepared.setdefault(device, count()))
+    if number == 0:
         cublas.load(there)
-    elif before == 1:
+    elif number == 1:
         two_stage.load_kept(there)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def test_what_cannot_be_loaded_stops_nobody(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_each_of_the_first_two_threads_of_a_gpu_loads_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[str, str]] = []
-    monkeypatch.setattr(worker, "_prepared", Counter())
+    monkeypatch.setattr(worker, "_prepared", {})
     monkeypatch.setattr(worker, "_free_stream", lambda device: None)
     monkeypatch.setattr(worker, "staging_of", lambda device: None)
     monkeypatch.setattr(worker, "loaded_torch", lambda: torch)

@@ -120,9 +120,8 @@ def scaled(
         scale = replace(scale, shape=(scale.numel, 1))
         zero = replace(zero, shape=scale.shape) if zero is not None else None
         codes = _rows(codes)
-    if (
-        len(codes.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1)
-    ):  # ModelOpt: (rows, 1, columns, 1)
+    # ModelOpt: (rows, 1, columns, 1)
+    if len(codes.shape) == 2 and len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
         scale = replace(scale, shape=scale.shape[::2])
         zero = replace(zero, shape=scale.shape) if zero is not None else None
     if len(scale.shape) > len(codes.shape) and scale.numel > 1:
