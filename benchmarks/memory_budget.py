@@ -14,9 +14,9 @@ from pathlib import Path
 from cpu_scan import run
 
 IDLE = """
-import sys, shardesd.scanner, scipy.linalg, huggingface_hub
+import sys, shardesd.scanner, scipy.linalg, huggingface_hub, numpy
 from shardesd.spectra import lapack
-if not lapack.faster(int(sys.argv[1])):
+if not lapack.faster(int(sys.argv[1]), numpy.dtype(float)):
     import torch
     torch.linalg.eigvalsh(torch.eye(8))
 """

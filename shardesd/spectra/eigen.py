@@ -49,7 +49,7 @@ class Eigenvalues(NamedTuple):
 def eigvalsh_cpu(gram_NN: np.ndarray) -> Eigenvalues:
     """Of one symmetric matrix in F order, a batch of one, which may be overwritten; its lower triangle is read."""
     n = gram_NN.shape[0]
-    if lapack.faster(n):
+    if lapack.faster(n, gram_NN.dtype):
         eigs_N = lapack.eigvalsh(gram_NN)
         if eigs_N is None:
             eigs_N = np.full(n, np.nan)

@@ -15,10 +15,18 @@ from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec, module_from_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 if TYPE_CHECKING:
     from threadpoolctl import ThreadpoolController
+
+_REALS: dict[str, tuple[str, type[ctypes.c_double | ctypes.c_float]]] = {
+    "d": ("d", ctypes.c_double),
+    "f": ("s", ctypes.c_float),
+}
+"""Of numpy's letter for a precision: Fortran's, and the type in C."""
 
 _loading = threading.Lock()
 _limits: list[tuple[ExitStack, int]] = []
@@ -44,19 +52,58 @@ def blas_threads(threads: int, *, on_cpu: bool) -> Iterator[None]:
                 _limits.remove((limits, threads))
 
 
+def call(module: Literal["blas", "lapack"], name: str, dtype: np.dtype[Any], *arguments: Any) -> int:
+    """Calls a routine, named without the letter of its precision (`dtype`, float64 or float32).
+
+    Arrays are passed by the address of their first element, letters are bytes. Gives LAPACK's `info`, the last
+    parameter.
+    """
+    letter, real = _REALS[dtype.char]
+    kinds = {bytes: ctypes.c_char, int: ctypes.c_int, float: real}
+    info = ctypes.c_int(arguments[-1])  # of BLAS it is the last that is given
+    held = [one if isinstance(one, np.ndarray) else kinds[type(one)](one) for one in arguments[:-1]]
+    addresses = [one.ctypes.data if isinstance(one, np.ndarray) else ctypes.addressof(one) for one in (*held, info)]
+    routine(f"cython_{module}", letter + name, len(addresses))(*addresses)
+    return info.value if module == "lapack" else 0
+
+
+def leading(a: np.ndarray) -> int:
+    """BLAS's leading dimension of an array in Fortran's order, or of a view of one: from one column to the next."""
+    rows: int = a.shape[0]
+    apart: int = a.strides[1] // a.itemsize
+    assert rows == 1 or a.strides[0] == a.itemsize
+    return max(rows, apart)  # of a single column numpy's stride may be anything
+
+
 @cache
 def routine(module: str, name: str, parameters: int) -> Callable[..., None]:
     """`name` of `scipy.linalg.module`, which takes the addresses of so many parameters."""
     with _loading:
-        capsule = _library(module).__pyx_capi__[name]
+        capsule = _library(module).__pyx_capi__.get(name)
         if _limits:  # only what is loaded already could be limited
             _limit(*_limits[-1])
+    if capsule is None:
+        found = unpublished(name)
+        assert found is not None
+        function = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * parameters, ctypes.c_size_t)(found)
+        return lambda *given: function(*given, 1)  # Fortran's compilers pass the length of the one letter, too
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.py_object]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     address = pointer_of(capsule, name_of(capsule))
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * parameters)(address)
+
+
+@cache
+def unpublished(name: str) -> int | None:
+    """The address of a LAPACK routine that scipy's library has, but scipy doesn't publish; None where there is none."""
+    with _loading:
+        library = ctypes.CDLL(_library("cython_lapack").__file__)  # finds what the libraries that it links to have
+    for symbol in (f"scipy_{name}_", f"{name}_"):
+        if (function := getattr(library, symbol, None)) is not None:
+            return ctypes.cast(function, ctypes.c_void_p).value
+    return None
 
 
 def _library(module: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardesd.records import Matrix
 from shardesd.spectra import cublas
-from shardesd.spectra.blas import syrk
+from shardesd.spectra.blas import empty_gram, syrk
 from shardesd.spectra.pack import Failed, Member, aligned
 from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallied, Tallies
@@ -32,9 +32,12 @@ _COLUMNS = 1024
 
 
 def gram_cpu(matrix: Matrix, dtype: np.dtype[Any], exponent: int = 0) -> np.ndarray:
-    """The lower triangle of G, (n, n) in F order, of the matrix times 2**-exponent. What lies above it is undefined."""
+    """The lower triangle of G, (n, n) as `empty_gram` lays it out, of the matrix times 2**-exponent.
+
+    What lies above it is undefined.
+    """
     n = min(matrix.shape)
-    gram = np.empty((n, n), dtype, order="F")
+    gram = empty_gram(n, dtype)
     beta = 0.0
     for axis, block in _blocks(matrix, np.dtype(np.float64) if exponent else dtype):  # float32 may not hold them yet
         if exponent:

@@ -1,56 +1,63 @@
 """Eigenvalues by scipy's own LAPACK (OpenBLAS), where that is faster than torch's (MKL).
 
 MKL is made for Intel's processors. On an AMD EPYC (Zen 4), one core, float64, OpenBLAS takes 0.68 of its time at
-n = 384, 0.57 at 1024 and 0.88 at 2048. Above, MKL is faster there, too; below 200 by some microseconds, which don't
-make up for the second that torch takes to import (docs/performance.md).
+n = 384, 0.57 at 1024 and 0.83 at 2048 and above, there in two stages (`banded`); below 200 more by some microseconds,
+which don't make up for the second that torch takes to import (docs/performance.md).
 """
 
 from __future__ import annotations
 
-import ctypes
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shardesd.spectra.fortran import routine
+from shardesd.spectra import banded
+from shardesd.spectra.fortran import call, leading
 
-_LARGEST_N = 2048
+_ONE_STAGE_N = 2048
+"""Above, MKL's one stage is faster on AMD's processors, too."""
+_TWO_STAGES_N = 2048
+"""From here on a float64 triangle doesn't fit into a core's share of the cache, and two stages are faster."""
 
 
-def faster(n: int) -> bool:
+def faster(n: int, dtype: np.dtype[Any]) -> bool:
     """Whether `eigvalsh` is faster than torch's on this machine. By rule, not by measuring: λ depend on the answer by
     rounding, and should not from run to run."""
-    return n <= _LARGEST_N and _on_amd()
+    return _on_amd() and (n <= _ONE_STAGE_N or in_two_stages(n, dtype))
+
+
+def in_two_stages(n: int, dtype: np.dtype[Any]) -> bool:
+    """Whether `eigvalsh` uses `banded`."""
+    return n >= _TWO_STAGES_N and dtype == np.float64 and banded.available()
 
 
 def eigvalsh(gram_NN: np.ndarray) -> np.ndarray | None:
     """Ascending eigenvalues (n,) of a symmetric matrix, in its dtype; None where they don't converge.
 
-    gram_NN: float64 or float32 in F order. Its lower triangle is read, and it is overwritten: no second one is needed.
+    gram_NN: float64 or float32, as `empty_gram` lays it out. Its lower triangle is read, and it is overwritten: no
+    second one is needed.
     """
-    assert gram_NN.flags.f_contiguous
-    name = {"float64": "dsyevd", "float32": "ssyevd"}[gram_NN.dtype.name]
-    n = gram_NN.shape[0]
-    eigs_N = np.empty(n, gram_NN.dtype)
-    values, triangle, order = ctypes.c_char(b"N"), ctypes.c_char(b"L"), ctypes.c_int(n)
-    integers, integers_size, info = ctypes.c_int(), ctypes.c_int(1), ctypes.c_int()
-    address = ctypes.addressof
+    in_two = in_two_stages(len(gram_NN), gram_NN.dtype)
+    return banded.eigvalsh(gram_NN) if in_two else one_stage(gram_NN)
 
-    def call(work: np.ndarray, size: int) -> None:
-        work_size = ctypes.c_int(size)
-        routine("cython_lapack", name, 11)(
-            *(address(values), address(triangle), address(order), gram_NN.ctypes.data, address(order)),
-            *(eigs_N.ctypes.data, work.ctypes.data, address(work_size)),
-            *(address(integers), address(integers_size), address(info)),
-        )
 
-    wanted = np.empty(1, gram_NN.dtype)
-    call(wanted, -1)
+def one_stage(gram_NN: np.ndarray) -> np.ndarray | None:
+    """As `eigvalsh`, by LAPACK's dsyevd or ssyevd."""
+    n, dtype = gram_NN.shape[0], gram_NN.dtype
+    eigs_N = np.empty(n, dtype)
+
+    def solve(work: np.ndarray, size: int) -> int:
+        integers = np.empty(1, np.intc)
+        before = (b"N", b"L", n, gram_NN, leading(gram_NN), eigs_N)
+        return call("lapack", "syevd", dtype, *before, work, size, integers, 1, 0)
+
+    wanted = np.empty(1, dtype)
+    solve(wanted, -1)
     size = int(wanted[0]) + 1  # as a float32 it may be rounded down
-    call(np.empty(size, gram_NN.dtype), size)
-    return None if info.value else eigs_N
+    return None if solve(np.empty(size, dtype), size) else eigs_N
 
 
 @cache

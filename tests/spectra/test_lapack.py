@@ -12,7 +12,8 @@ import torch
 from checkpoints import one_file, random_weights
 
 import shardesd
-from shardesd.spectra import eigen, lapack
+from shardesd.spectra import banded, eigen, lapack
+from shardesd.spectra.blas import empty_gram
 
 
 def gram(n: int, dtype: type, kind: str) -> np.ndarray:
@@ -32,6 +33,7 @@ def test_the_eigenvalues_are_numpys(n: int, kind: str) -> None:
         G = gram(n, dtype, kind)
         expected = np.linalg.svd(G.astype(np.float64), compute_uv=False)[::-1]
         G[np.triu_indices(n, 1)] = np.nan  # not read
+        assert not lapack.in_two_stages(n, G.dtype)
         eigs = lapack.eigvalsh(G)
         assert eigs is not None
         assert eigs.dtype == dtype
@@ -39,12 +41,50 @@ def test_the_eigenvalues_are_numpys(n: int, kind: str) -> None:
         assert np.abs(eigs - expected).max() <= bound * expected[-1]
 
 
+@pytest.mark.parametrize("kind", ["random", "low rank", "graded"])
+@pytest.mark.parametrize("n", [2, 31, 32, 33, 34, 65, 200, 257, 530, 2049])
+def test_two_stages_give_numpys_eigenvalues(n: int, kind: str) -> None:
+    if not banded.available():
+        pytest.skip("scipy's library has no dsytrd_sy2sb")
+    G = empty_gram(n, np.dtype(np.float64))
+    G[:] = gram(n, np.float64, kind)
+    expected = np.linalg.eigvalsh(G)
+    G[np.triu_indices(n, 1)] = np.nan  # not read
+    for exponent in (0, -650, 900):  # as far as a Gram's norm may lie from 1
+        eigs = banded.eigvalsh(np.ldexp(G, exponent, order="F"))
+        assert eigs is not None
+        assert np.all(np.diff(eigs) >= 0)
+        assert np.abs(np.ldexp(eigs, -exponent) - expected).max() <= 1e-13 * expected[-1]
+
+
+def test_matrices_whose_triangle_is_larger_than_the_cache_take_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(banded, "eigvalsh", lambda G: np.zeros(len(G)))
+    found = lapack.eigvalsh(empty_gram(2048, np.dtype(np.float64)))
+    assert found is not None
+    assert (not found.any()) is banded.available()
+    assert not lapack.in_two_stages(2047, np.dtype(np.float64))
+    assert not lapack.in_two_stages(4096, np.dtype(np.float32))
+
+
+def test_without_the_first_stage_one_does_all_and_torch_s_the_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lapack, "_on_amd", lambda: True)
+    monkeypatch.setattr(banded, "unpublished", lambda name: None)
+    assert lapack.faster(2048, np.dtype(np.float64))
+    assert not lapack.faster(2049, np.dtype(np.float64))
+    G = gram(65, np.float64, "random")
+    expected = np.linalg.eigvalsh(G)
+    monkeypatch.setattr(lapack, "_TWO_STAGES_N", 2)
+    eigs = lapack.eigvalsh(G)
+    assert eigs is not None
+    assert np.abs(eigs - expected).max() <= 1e-13 * expected[-1]
+
+
 @pytest.mark.parametrize(
     ("processor", "n", "taken"),
     [
         ("vendor_id\t: AuthenticAMD", 1, True),
         ("AMD64 Family 25 Model 17 Stepping 1, AuthenticAMD", 2048, True),
-        ("vendor_id\t: AuthenticAMD", 2049, False),
+        ("vendor_id\t: AuthenticAMD", 8192, True),
         ("vendor_id\t: GenuineIntel", 384, False),
         ("arm", 384, False),
     ],
@@ -52,7 +92,9 @@ def test_the_eigenvalues_are_numpys(n: int, kind: str) -> None:
 def test_it_is_taken_on_amd(monkeypatch: pytest.MonkeyPatch, processor: str, n: int, taken: bool) -> None:
     monkeypatch.setattr(lapack, "_on_amd", lapack._on_amd.__wrapped__)
     monkeypatch.setattr(lapack, "_processor", lambda: processor)
-    assert lapack.faster(n) is taken
+    monkeypatch.setattr(banded, "available", lambda: True)
+    assert lapack.faster(n, np.dtype(np.float64)) is taken
+    assert lapack.faster(n, np.dtype(np.float32)) is (taken and n <= 2048)
 
 
 WITHOUT_TORCH = """
@@ -104,7 +146,7 @@ def test_a_scan_gives_the_same_whichever_is_taken(tmp_path: Path, monkeypatch: p
 
 
 def test_what_does_not_converge_is_left_to_the_svd(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lapack, "faster", lambda n: True)
+    monkeypatch.setattr(lapack, "faster", lambda n, dtype: True)
     monkeypatch.setattr(lapack, "eigvalsh", lambda G: None)
     found = eigen.eigvalsh_cpu(gram(5, np.float64, "random"))
     assert np.isnan(found.eigs).all()
