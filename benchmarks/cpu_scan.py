@@ -88,25 +88,31 @@ def generate(folder: Path, layers: int) -> float:
 
 
 def compare(folder: Path, repeat: int, skip: list[str]) -> None:
-    """Prints a row per procedure: median seconds, how often it takes shardesd's time, peak memory above idle."""
+    """Prints a row per procedure: median seconds, how often it takes shardesd's time, peak memory above idle.
+
+    They take turns, so that what else the machine does falls on all of them; the ratio is the median of the turns'.
+    """
     idle = min(peak for _, peak in filter(None, (run(IDLE) for _ in range(3))))
     print(f"idle `import torch`: {idle / 1e6:.0f} MB\n")
-    print(f"{'procedure':<44}{'seconds':>9}{'× shardesd':>12}{'MB above idle':>15}")
-    base = 0.0
-    for name, code in (
-        ("shardesd scan (float64 Gram)", SHARDESD),
-        ("load all, fp32 Gram + eigvalsh", GRAM32),
-        ("load all, fp32 torch.linalg.svdvals", SVDVALS),
-        ("WeightWatcher analyze()", WEIGHTWATCHER),
-    ):
+    procedures = {
+        "shardesd scan (float64 Gram)": SHARDESD,
+        "load all, fp32 Gram + eigvalsh": GRAM32,
+        "load all, fp32 torch.linalg.svdvals": SVDVALS,
+        "WeightWatcher analyze()": WEIGHTWATCHER,
+    }
+    for name in list(procedures):
         if any(word.lower() in name.lower() for word in skip):
-            continue
-        results = [result for _ in range(repeat) if (result := run(code, str(folder), "0"))]
-        if results:
-            seconds = statistics.median(time for time, _ in results)
-            peak = statistics.median(peak for _, peak in results)
-            base = base or seconds
-            print(f"{name:<44}{seconds:>9.1f}{seconds / base:>12.1f}{(peak - idle) / 1e6:>15.0f}", flush=True)
+            del procedures[name]
+    turns = [{name: run(code, str(folder), "0") for name, code in procedures.items()} for _ in range(repeat)]
+    first = next(iter(procedures))
+    print(f"{'procedure':<44}{'seconds':>9}{'× shardesd':>12}{'MB above idle':>15}")
+    for name in procedures:
+        done = [(turn[name], turn[first]) for turn in turns if turn[name] and turn[first]]
+        if done:
+            seconds = statistics.median(own[0] for own, _ in done)
+            ratio = statistics.median(own[0] / other[0] for own, other in done)
+            peak = statistics.median(own[1] for own, _ in done)
+            print(f"{name:<44}{seconds:>9.1f}{ratio:>12.2f}{(peak - idle) / 1e6:>15.0f}", flush=True)
 
 
 def growth(root: Path, layers: int) -> None:
