@@ -66,9 +66,8 @@ def load(device: torch.device) -> None:
         done.set()
 
 
-def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor, *, begin: bool = False) -> None:
-    """total += blockᵀ·block, the lower triangle; or, to `begin` with, total = blockᵀ·block. `total` is contiguous, both
-    are float64 or both float32."""
+def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
+    """total += blockᵀ·block, the lower triangle. `total` is contiguous, both are float64 or both float32."""
     import torch
 
     K, N = block_KN.shape
@@ -78,14 +77,10 @@ def add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor, *, begin: bool = F
         block_KN = block_KN.contiguous()
         operation, step = _AS_IT_IS, N
     size = total_NN.element_size()
-    zero, one = _AT[size]
-    library = _library()
+    _, one = _AT[size]
     with torch.cuda.device(total_NN.device):
-        status = (library.cublasDsyrk_v2 if size == 8 else library.cublasSsyrk_v2)(
-            *(_handle(), _UPPER, operation, N, K),
-            *(one, block_KN.data_ptr(), step, zero if begin else one, total_NN.data_ptr(), N),
-        )
-    _check(status, "Dsyrk" if size == 8 else "Ssyrk")
+        before, after = (_handle(), _UPPER, operation, N, K, one), (one, total_NN.data_ptr(), N)
+        _call("syrk_v2", size, *before, block_KN.data_ptr(), step, *after)
 
 
 def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> None:
@@ -102,17 +97,15 @@ def multiply_each(W_BMN: torch.Tensor, grams_Cnn: torch.Tensor, first: int) -> N
     W, step = W_BMN.data_ptr(), W_BMN.stride(0)
     gram = grams_Cnn.data_ptr() + size * n * n * first
     zero, one = _AT[size]
-    library = _library()
     with torch.cuda.device(W_BMN.device):
-        multiply = library.cublasDgemmStridedBatched if size == 8 else library.cublasSgemmStridedBatched
         handle = _handle()
         for row, column, rows, columns in _lower_blocks(0, n):
-            status = multiply(
-                *(handle, *operations, columns, rows, K),
+            _call(
+                "gemmStridedBatched",
+                *(size, handle, *operations, columns, rows, K),
                 *(one, W + apart * column, N, step, W + apart * row, N, step),
                 *(zero, gram + size * (row * n + column), n, n * n, B),
             )
-            _check(status, f"{'D' if size == 8 else 'S'}gemmStridedBatched")
 
 
 @lru_cache(maxsize=64)
@@ -154,6 +147,12 @@ def _handle() -> int:
     handle: int = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
     _check(_library().cublasSetMathMode(handle, _EXACT), "SetMathMode")
     return handle
+
+
+def _call(name: str, size: int, *arguments: Any) -> None:
+    """Calls a routine, named without the letter of its precision, for elements of `size` bytes."""
+    name = ("D" if size == 8 else "S") + name
+    _check(getattr(_library(), f"cublas{name}")(*arguments), name)
 
 
 def _check(status: int, what: str) -> None:

@@ -164,6 +164,8 @@ class _Sum:
         return self._whole
 
     def _add(self, block: torch.Tensor) -> None:
+        import torch
+
         exact = self._total is self._gram
         if self._exponent:  # in two factors: one alone may be beyond float64, and float32 would not hold the elements
             half = self._exponent // 2
@@ -176,7 +178,9 @@ class _Sum:
         if exact:
             _add_lower(self._gram, wide)
         else:
-            self._total.add_(_lower(wide, self._gram))
+            product = torch.zeros_like(self._gram)
+            _add_lower(product, wide)
+            self._total.add_(product)
 
 
 def _blocks_on(device: torch.device, matrix: Matrix) -> Iterator[torch.Tensor]:
@@ -232,17 +236,6 @@ def _step(member: Member) -> int:
     """Bytes from it to the next one."""
     M, N = member.matrix.shape
     return aligned(M * N * member.dtype.itemsize)
-
-
-def _lower(block_KN: torch.Tensor, like_NN: torch.Tensor) -> torch.Tensor:
-    """blockᵀ·block, the lower triangle; what lies above it may be anything."""
-    import torch
-
-    if not cublas.takes(like_NN):
-        return block_KN.mT @ block_KN
-    product_NN = torch.empty_like(like_NN)
-    cublas.add_lower(product_NN, block_KN, begin=True)
-    return product_NN
 
 
 def _add_lower(total_NN: torch.Tensor, block_KN: torch.Tensor) -> None:
