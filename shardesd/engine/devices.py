@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardesd.engine import cgroup
 from shardesd.errors import OptionError
 
 GPU_SLOTS = 4
@@ -99,31 +100,19 @@ def cpu_device() -> Device:
 
 
 def cpu_count() -> int:
-    """Cores that this process may use: affinity, OMP_NUM_THREADS and the cgroup's quota, whichever is least."""
+    """Cores that this process may use: affinity, OMP_NUM_THREADS and the control groups' quota, whichever is least."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if wanted.isdigit() and int(wanted) > 0:
         cores = min(cores, int(wanted))
-    quota = _read("/sys/fs/cgroup/cpu.max").split()
-    if len(quota) == 2 and quota[0].isdigit():
-        cores = min(cores, max(1, int(quota[0]) // int(quota[1])))
-    return max(1, cores)
+    return max(1, int(min(cores, cgroup.cpu_quota())))
 
 
 def available_memory() -> int:
-    """Bytes that can still be had without swapping, within the cgroup's limit."""
+    """Bytes that can still be had without swapping, within the control groups' limits."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
-    if limit.isdigit() and used.isdigit():
-        cached = sum(
-            int(line.split()[1])
-            for line in _read("/sys/fs/cgroup/memory.stat").splitlines()
-            if line.startswith(("inactive_file ", "active_file "))
-        )
-        free = min(free, max(0, int(limit) - int(used) + cached))
-    return free
+    return int(min(psutil.virtual_memory().available, cgroup.memory_left()))
 
 
 def peak_memory() -> int:
@@ -143,10 +132,3 @@ def _gpu(name: str, fraction: float) -> Device:
     except RuntimeError:
         free = 0
     return Device(name, slots=GPU_SLOTS, budget=free * fraction)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""
