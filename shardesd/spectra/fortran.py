@@ -10,7 +10,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from threadpoolctl import ThreadpoolController
+    from threadpoolctl import LibController, ThreadpoolController
 
 _REALS: dict[str, tuple[str, type[ctypes.c_double | ctypes.c_float]]] = {
     "d": ("d", ctypes.c_double),
@@ -29,27 +29,31 @@ _REALS: dict[str, tuple[str, type[ctypes.c_double | ctypes.c_float]]] = {
 """Of numpy's letter for a precision: Fortran's, and the type in C."""
 
 _loading = threading.Lock()
-_limits: list[tuple[ExitStack, int]] = []
-"""Of each `blas_threads` that is entered."""
+_wanted: list[int] = []
+"""How many threads each `blas_threads` that is entered wants."""
+_before: dict[str, tuple[LibController, int]] = {}
+"""Of each library that is limited, by its file: how many threads it used before."""
 
 
 @contextmanager
 def blas_threads(threads: int, *, on_cpu: bool) -> Iterator[None]:
-    """While it is entered, BLAS uses `threads` threads a call (a process-wide setting).
+    """While it is entered, BLAS uses `threads` threads a call: a setting of the whole process.
 
-    `on_cpu` says whether CPUs are to solve: then scipy's library is loaded now, and not by the first that needs it.
+    Of several that are entered, in whatever order they are left, the least counts; after the last one all is as it was
+    before the first. `on_cpu` says whether CPUs are to solve: then scipy's library is loaded now, and not by the first
+    that needs it.
     """
-    with ExitStack() as limits:
+    with _loading:
+        if on_cpu:
+            _library("cython_blas")
+        _wanted.append(threads)
+        _limit()
+    try:
+        yield
+    finally:
         with _loading:
-            if on_cpu:
-                _library("cython_blas")
-            _limit(limits, threads)
-            _limits.append((limits, threads))
-        try:
-            yield
-        finally:
-            with _loading:
-                _limits.remove((limits, threads))
+            _wanted.remove(threads)
+            _limit()
 
 
 def call(module: Literal["blas", "lapack"], name: str, dtype: np.dtype[Any], *arguments: Any) -> int:
@@ -80,8 +84,7 @@ def routine(module: str, name: str, parameters: int) -> Callable[..., None]:
     """`name` of `scipy.linalg.module`, which takes the addresses of so many parameters."""
     with _loading:
         capsule = _library(module).__pyx_capi__.get(name)
-        if _limits:  # only what is loaded already could be limited
-            _limit(*_limits[-1])
+        _limit()  # only what was loaded already could be limited
     if capsule is None:
         found = unpublished(name)
         assert found is not None
@@ -123,8 +126,16 @@ def _library(module: str) -> Any:
     return import_module(name)
 
 
-def _limit(limits: ExitStack, threads: int) -> None:
-    limits.enter_context(_controller(len(sys.modules)).limit(limits=threads, user_api="blas"))
+def _limit() -> None:
+    """Has all libraries that are loaded now use as many threads as is wanted, or as many as before."""
+    if _wanted:
+        for library in _controller(len(sys.modules)).select(user_api="blas").lib_controllers:
+            _before.setdefault(library.filepath, (library, library.num_threads))
+            library.set_num_threads(min(_wanted))
+        return
+    while _before:
+        _, (library, threads) = _before.popitem()
+        library.set_num_threads(threads)
 
 
 @lru_cache(maxsize=1)

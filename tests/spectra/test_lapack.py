@@ -174,3 +174,28 @@ assert np.allclose(scipy.linalg.svdvals(np.eye(3)), 1)
 assert cython_blas is sys.modules["scipy.linalg.cython_blas"]
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_scans_that_overlap_share_one_limit_of_threads_and_the_last_takes_it_away() -> None:
+    """In a process of its own: the setting is the whole process's."""
+    script = """
+import numpy as np, threadpoolctl
+from shardesd.spectra import blas_threads
+
+threadpoolctl.threadpool_limits(3, user_api="blas")
+used = lambda: {one["num_threads"] for one in threadpoolctl.threadpool_info() if one["user_api"] == "blas"}
+first, second = blas_threads(1, on_cpu=False), blas_threads(2, on_cpu=True)
+first.__enter__()
+assert used() == {1}, used()
+second.__enter__()  # loads a library
+assert used() == {1}, used()
+first.__exit__(None, None, None)
+assert used() == {2}, used()
+third = blas_threads(2, on_cpu=True)
+third.__enter__()
+second.__exit__(None, None, None)
+assert used() == {2}, used()
+third.__exit__(None, None, None)
+assert 3 in used(), used()  # what was there before; what was loaded since has its own number
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
