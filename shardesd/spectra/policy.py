@@ -75,12 +75,10 @@ def trouble(error: Exception) -> Literal["task", "memory", "device"]:
     """What an exception of a solve means: no memory, a device that is lost, or a fault of this matrix alone.
 
     torch reports nearly all errors of CUDA as a RuntimeError, cuda-core as an Exception of its own: the words of the
-    message decide.
+    message decide. (torch isn't asked: on a CPU it may not be loaded, and where memory is short it can't be.)
     """
-    import torch
-
-    text = str(error)
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(word in text for word in _MEMORY):
+    text = str(error)  # of torch's own OutOfMemoryError, too
+    if isinstance(error, MemoryError) or any(word in text for word in _MEMORY):
         return "memory"
     if any(word in text for word in _REFUSED):
         return "task"
