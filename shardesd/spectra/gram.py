@@ -16,6 +16,7 @@ import numpy as np
 from shardesd.records import Matrix
 from shardesd.spectra import cublas
 from shardesd.spectra.blas import empty_gram, syrk
+from shardesd.spectra.fortran import call
 from shardesd.spectra.pack import Failed, Member, aligned
 from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallied, Tallies
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 16_000_000
 """Size of one converted block: long enough for BLAS to run at full speed, short beside the Gram of a large layer."""
+
+_REFLECTIONS = 32
+"""Householder's, that are applied together while a triangle is made."""
 
 _COLUMNS = 1024
 """Of a Gram that are multiplied at once on a GPU: fewer of the upper triangle's products, in products still large."""
@@ -121,6 +125,21 @@ def largest_exponent(matrix: Matrix) -> int | None:
         if not np.isfinite(largest) or np.isnan(block).any():
             raise ValueError("NaN or Inf")
     return int(np.frexp(largest)[1]) if largest else None
+
+
+def triangle(matrix: Matrix, exponent: int) -> np.ndarray:
+    """R, (n, n) in float64, of the QR decomposition of the matrix times 2**-exponent, or of its transpose where it is
+    wide: it has the same singular values. Made block by block: LAPACK's dtpqrt adds rows to a triangle."""
+    n = min(matrix.shape)
+    R_nn = np.zeros((n, n), order="F")
+    width = min(n, _REFLECTIONS)
+    T, work = np.empty((2, width, n))
+    for axis, block in _blocks(matrix, R_nn.dtype):
+        np.ldexp(block, -exponent, out=block)
+        rows_Kn = np.asfortranarray(block if axis == 0 else block.T)
+        K = rows_Kn.shape[0]
+        call("lapack", "tpqrt", R_nn.dtype, K, n, 0, width, R_nn, n, rows_Kn, K, T, width, work, 0)
+    return R_nn
 
 
 class _Sum:

@@ -21,7 +21,7 @@ from shardesd.records import Matrix, Routine, Spectrum
 from shardesd.spectra import driver
 from shardesd.spectra.eigen import device_bytes as eigen_bytes
 from shardesd.spectra.eigen import eigvalsh, eigvalsh_cpu, eigvalsh_many
-from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent
+from shardesd.spectra.gram import BLOCK_BYTES, gram_cpu, gram_cuda, grams_cuda, largest_exponent, triangle
 from shardesd.spectra.policy import Precision, choose_precision, trouble
 from shardesd.spectra.staging import UPLOAD_BYTES
 from shardesd.spectra.tally import Tallies
@@ -164,10 +164,11 @@ def work_bytes(M: int, N: int, *, solver: str = "auto", precision: str = "auto")
     """Host memory that `compute` takes at its peak for one M × N matrix on a CPU, beside the stored elements."""
     width = 4 if precision == "float32" else 8
     n = min(M, N)
-    if solver == "svd":
+    if solver == "svd" and not _is_long(M, N):
         return 3 * M * N * width
-    # A block and its float32 stage; the Gram, and LAPACK's copy of it.
-    return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * width
+    # A block, and its float32 stage or its copy; the Gram, and LAPACK's copy of it. Or, of an SVD that may have to
+    # stand in for it, the triangle of W's QR decomposition in float64, and LAPACK's copy.
+    return 2 * min(BLOCK_BYTES, M * N * width) + 2 * n * n * (8 if solver == "svd" else width)
 
 
 def device_bytes(M: int, N: int, itemsize: int, *, solver: str = "auto") -> int:
@@ -275,14 +276,25 @@ def _svd(matrix: Matrix, precision: Precision, device: str) -> np.ndarray:
     exponent = _exponent(matrix)
     if exponent is None:
         return np.zeros(min(matrix.shape))
-    W_MN = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
-    np.ldexp(W_MN, -exponent, out=W_MN)
     torch = loaded_torch()
+    if device == "cpu" and _is_long(*matrix.shape):
+        given = triangle(matrix, exponent)
+    else:
+        given = matrix.block(0, 0, matrix.shape[0], np.dtype(np.float64))
+        np.ldexp(given, -exponent, out=given)
+    there = torch.from_numpy(given).to(device, getattr(torch, precision))
+    del given  # where that was a copy
     try:
-        sigma = torch.linalg.svdvals(torch.from_numpy(W_MN).to(device, getattr(torch, precision)))
+        sigma = torch.linalg.svdvals(there)
     except torch.linalg.LinAlgError:
         raise MatrixError("its singular values did not converge") from None
     return _scaled(sigma.to("cpu", torch.float64).flip(0).numpy() ** 2, 2 * exponent)
+
+
+def _is_long(M: int, N: int) -> bool:
+    """Whether an SVD on a CPU takes the triangle of the QR decomposition, which is made from blocks, instead of all of
+    the matrix: that would take more memory than its Gram, in whose stead it may come."""
+    return 4 * max(M, N) > 5 * min(M, N)
 
 
 def _scaled(eigs: np.ndarray, exponent: int | np.ndarray) -> np.ndarray:

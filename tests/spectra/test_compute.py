@@ -118,6 +118,29 @@ def test_slices_are_pooled_and_scaled() -> None:
     np.testing.assert_allclose(spectrum.eigs, expected, rtol=1e-10)
 
 
+@pytest.mark.parametrize("shape", [(500, 40), (40, 500), (51, 40), (45, 40), (40, 40), (3, 1), (1, 3)])
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+def test_an_svd_of_a_long_matrix_takes_it_block_by_block(
+    shape: tuple[int, int], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As its Gram does, in whose stead it may come without having been asked for so much memory."""
+    monkeypatch.setattr(gram, "BLOCK_BYTES", 5000)
+    W_MN = np.random.default_rng(0).standard_normal(shape) * np.logspace(0, -9, shape[1])
+    asked: list[int] = []
+
+    class Spied(Array):
+        def block(self, axis: int, start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+            part = super().block(axis, start, stop, dtype)
+            asked.append(part.nbytes)
+            return part
+
+    eigs = spectra.compute([Spied(W_MN)], solver="svd", precision=precision).eigs
+    expected = reference(W_MN)
+    assert np.abs(eigs - expected).max() <= (1e-13 if precision == "float64" else 1e-5) * expected[-1]
+    long = 4 * max(shape) > 5 * min(shape)
+    assert max(asked) <= (5000 if long else W_MN.nbytes)
+
+
 @pytest.mark.parametrize("scale", [1e-155, 1e-150, 1e150, 1e153])
 @pytest.mark.parametrize("solver", ["gram", "svd"])
 def test_float64_weights_at_the_edges_of_their_range(scale: float, solver: str) -> None:
