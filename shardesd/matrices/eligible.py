@@ -82,7 +82,7 @@ _BY_NAME = (
             r"qzeros|scales|g_idx|absmax|quant_map|nested_\w+|SCB|weight_format|weight_shape|weight_g_idx",
             r"(?:\w+_)?(?:weight|input|output|global|activation)_scale(?:_inv|_2)?|(?:\w+_)?zero_point",
             r"[kvq]_scale|scale_inv|\w+_scales|\w+_scale_inv|quant_state\.\w+|bitsandbytes__\w+",
-            r"codebooks|(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
+            r"codebooks|(?<!masked_embedding\.)(?:\w+_)?centroids\.weight|weight\._(?:scale|shift)",
             r"(?:\w+_)?hadamard_matrix|spinquant_\w+_matrix",
         ),
     ),
@@ -92,7 +92,7 @@ _BY_NAME = (
         ELEMENTWISE,
         ends_with(
             r"A_log|D|dt_bias|sinks|logit_scale|layer_scale\w*|layer_scale\w*\.\w+|ls\d\.gamma|gamma(?:_\d)?|lambda_?\d*",
-            r"time_(?:decay|first|faaaa|mix_\w+|maa_[xwkvrg])",
+            r"time_(?:decay|first|faaaa|mix_\w+|maa_[xwkvrg])|\w+_clip\.scale",
         ),
     ),
 )

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from shardesd.matrices.expressions import Unknown, holds, size
-from shardesd.matrices.names import ends_with, role, unnumbered, unwrapped
+from shardesd.matrices.names import ends_with, parse_name, role, unnumbered, unwrapped
 from shardesd.matrices.towers import Values
 
 ALL = slice(None)
@@ -62,7 +62,8 @@ class Layout:
     heads: str = ""
     """Of a tensor that is not cut into parts, as `Part.heads`."""
     flatten: bool = False
-    """A convolution's kernel that is one matrix (cout, cin·kernel), as a linear layer would be."""
+    """A tensor of three dimensions or more that is one matrix (first × product of the others): a convolution's kernel
+    that steps by its own size, or a linear layer's weight whose heads have a dimension of their own."""
     conv: bool = False
     """For a convolution's kernel, whose output channels are cut, at every kernel position."""
     note: str = ""
@@ -200,7 +201,7 @@ def find_layout(
 
 
 def flattens(longname: str, shape: tuple[int, ...], config: Mapping[str, Any], table: Table) -> bool:
-    """Whether a convolution's kernel is one matrix (cout, cin·kernel) rather than one per kernel position."""
+    """Whether a tensor of three dimensions or more is one matrix (`Layout.flatten`)."""
     own = {"rows": shape[0], "channels": shape[1]}
     if len(shape) > 3 and shape[-1] == shape[-2]:
         own["kernel"] = shape[-1]
@@ -230,7 +231,7 @@ def head_count(piece: Piece, row: Layout, longname: str, config: Mapping[str, An
     told = piece.heads or row.heads
     if not told and piece.block_type not in _HEADS:
         return 1
-    values = Values(longname, config)
+    values = Values(longname, config, layer=parse_name(longname).layer_index)
     count = size(told or _HEADS[piece.block_type], values)
     length = piece.groups * piece.size
     if not told and count * size("head_dim", values) != length:

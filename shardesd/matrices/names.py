@@ -22,7 +22,9 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             # ProphetNet's relative_pos_embeddings is a linear layer.
             r"(?!relative_pos_embeddings$)"
             r"(?:\w*_)?(?:position|positional|pos)_(?:emb|embed|embeds|embedding|embeddings)(?:_table|_layer|_vlm)?",
-            r"(?:row|column)_embedder|distance_embedding",
+            r"(?:row|column)_embed(?:der|dings)|distance_embedding|tile_embedding|time_embeddings|rel_attn_embed",
+            r"pos_enc|pos_idx_to_embed|emb_rel_[kv]|rpb|ape|index_kpool_compress_ape",
+            r"relative_attention_bias_layer\.bias_values",
             r"(?:\w*_)?relative_(?:attention|position)_(?:bias|bias_table|embedding|embeddings)",
         ),
     ),
@@ -31,7 +33,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         (
             r"(?:\w*_)?(?:[Ll]ayer|[Bb]atch|[Gg]roup|[Ii]nstance|[Rr][Mm][Ss])?_?(?:[Nn]orm|layrnorm|normalization)\d*",
             r"(?:\w*_)?(?:layer)?norm_(?:before|after|pre|post|attn|mlp|ffn|cross|embeddings?|\d+|[a-z])",
-            r"norm\.scale",
+            r"norm\.(?:scale|shift)",
             r"(?:\w*_)?ln_?(?:\d+|f|out|pre|post|attn|mlp|x)?|(?:\w*_)?[bg]n\d*",
         ),
     ),
@@ -53,13 +55,24 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "embedding",
         (
-            r"wte|emb|embed|embedding|embeddings|embed_in|embed_tokens(?:\.\d+)?|embed_tokens_per_layer|tokens_embed",
+            # ESMFold 2 calls two linear layers so.
+            r"wte|emb|(?<!rel_pos\.)(?<!msa_encoder\.)embed|embedding|embeddings|embed_in|tokens_embed",
+            r"embed_(?:text_|audio_)?tokens(?:\.\d+)?|text_embed_tokens|embed_tokens_per_layer",
             r"(?:word|tok|token|text_token|token_type|segment|lang|language|class|speaker|char|entity|unit)_embeddings?",
-            r"token_type_embeddings_\d+|(?<!embedder\.)input_embeddings?",  # PatchTST's embedder has a linear layer
-            r"embed_audio_tokens|pronunciation_embed|num_speakers_embed|label_embeddings_concat",
-            rf"{TOP}query|(?:\w+_)?projector\.query|quer(?:y|ies)_(?:embed|embedder|features)|latent_query|latents_\dd",
-            r"(?:cls|class|mask|dist|distillation|register|query)_tokens?|masked_spec_embed|mask_emb|probe|latents",
-            rf"(?:{TOP}|model\.|transformer\.)shared",
+            r"(?:label|prompt|speaker_id|language_id|task_type|visual_token_type|ngram|generation|value)_embeddings?",
+            r"(?:encoder_hash_tok|weight|additional)_embedding|token_type_embeddings_\d+|codec?_embedding(?:\.\d+)?",
+            r"HashBucketCodepointEmbedder_\d+|embedders\.\d+",
+            r"(?<!embedder\.)input_embeddings?|xpath_\w+_sub_embeddings\.\d+",  # PatchTST's embedder has a linear layer
+            r"embed_(?:speaker|timestep|global|char)|input_embeds_layers?(?:\.\d+)?|embed_sum|codebook",
+            r"(?:pronunciation|num_speakers|denoising_class|codec|label|level|point|shape|tgt|reference_point)_embed",
+            r"(?:dist_bin_pairwise|no_mask|not_a_point|cls)_embed|(?:freq|segment)_emb|label_embeddings_concat",
+            # DOGE's experts: each is a row of both.
+            r"mlp\.(?:up|down)_embed",
+            rf"{TOP}query|(?:\w+_)?projector\.query|quer(?:y|ies)_(?:embed|embedder|features|feat)|query_\d+_resolution",
+            r"query_refpoint_embeddings|latent_query|latents_\dd",
+            r"(?:\w+_)?(?:cls|class|mask|dist|distillation|register|query|bos_eos|iou|hq|score|presence|detection)_tokens?",
+            r"(?:cls|segment|type)_token_\w+|group_token|masked_spec_embed|mask_emb|probe|latents",
+            rf"{TOP}transformer\.w|(?:{TOP}|model\.|transformer\.|led\.|language_model\.|text_encoder\.)shared",
         ),
     ),
     # RWKV's channel mix calls its two matrices key and value. Qwen's first multiplies w1 by what it activates of w2; in
@@ -67,7 +80,10 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gate_proj", (r"h\.\d+\.mlp\.w2",)),
     ("up_proj", (r"(?:feed_forward|ffn)\.key|h\.\d+\.mlp\.w1|(?<!transformer\.)blocks\.\d+\.mlp\.w2",)),
     ("down_proj", (r"(?:feed_forward|ffn)\.value|(?<!transformer\.)blocks\.\d+\.mlp\.w3",)),
-    ("kv", (r"kv|kv_proj|to_kv|[Ww]kv|key_value|kv_a_proj_with_mqa|kv_[ab]_proj|crossattention\.c_attn",)),
+    (
+        "kv",
+        (r"kv|kv_proj|to_kv|[Ww]kv|key_value|w?kv_a(?:_proj)?_with_mqa|kv_[ab]_proj|wkv_[ab]|crossattention\.c_attn",),
+    ),
     (
         "qkv",
         (
@@ -76,9 +92,9 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
-    ("q_proj", (r"(?:q|query)(?:_proj|_lin)?|q_[ab]_proj|q_attn|[Ww]q|to_q|q_proj_weight",)),
-    ("k_proj", (r"(?:k|key)(?:_proj|_lin)?|[Ww]k|to_k|k_proj_weight",)),
-    ("v_proj", (r"(?:v|value)(?:_proj|_lin)?|[Ww]v|to_v|v_proj_weight",)),
+    ("q_proj", (r"(?:q|query)(?:_proj|_lin|_global)?|q_[ab]_proj|q_attn|[Ww]q(?:_[ab])?|to_q|q_proj_weight",)),
+    ("k_proj", (r"(?:k|key)(?:_proj|_lin|_global)?|[Ww]k|to_k|k_proj_weight",)),
+    ("v_proj", (r"(?:v|value)(?:_proj|_lin|_global)?|[Ww]v|to_v|v_proj_weight",)),
     (
         "o_proj",
         (
@@ -91,7 +107,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "gate_up",
         (
             r"gate_up_proj|up_gate_proj|proj_up_gate_z|gate_and_up|gate_up|ff_proj|weights_in|w12|w13(?:_\w+)?",
-            rf"input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
+            rf"(?<!encoder\.)input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
         ),
     ),
     ("gate_proj", (r"gate_proj|w1|wi_0",)),
@@ -141,7 +157,9 @@ _EXPERT = re.compile(r"(?:^|\.)(?:shared_)?experts?(?:_\d+)?(?:\.|$)")
 
 # What a module calls its parameters: left off before a rule is tried, so that a bias or a packed weight has the block
 # type of its module.
-_PARAMETER = re.compile(r"\.(?:bias|weight|weight_\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$")
+_PARAMETER = re.compile(
+    r"\.(?:bias|weight|weight_(?!embedding$)\w+|parametrizations\.\w+\.\w+|qweight|qzeros|scales|g_idx|SCB)$"
+)
 
 _WRAPPED = ".base_layer"
 """What peft puts behind the name of a layer that it wraps, in files of models with adapters of their own."""

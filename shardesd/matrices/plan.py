@@ -188,6 +188,8 @@ def _matrices(tensor: TensorRef, name: Name, context: Context) -> Iterator[Matri
         if name.block_type == "conv":  # SigLIP 2 embeds its patches with a linear layer
             name = name._replace(block_type="other")
         yield from _linear(tensor, name, name.longname, context.cut(name.longname, shape), context)
+    elif context.options.split == "auto" and flattens(name.longname, shape, context.config, context.table):
+        yield _flat(tensor, name, context)
     elif eligible.is_conv(tensor, context.hints.get(tensor.name)):
         yield from _conv(tensor, name._replace(block_type="conv"), context)
     else:
@@ -277,20 +279,22 @@ def _heads(
         yield _checked(one, context, is_head=True)
 
 
+def _flat(tensor: TensorRef, name: Name, context: Context) -> MatrixRef | Skip:
+    """All but the first dimension taken together."""
+    M, N = tensor.shape[0], prod(tensor.shape[1:])
+    matrix = MatrixRef(
+        longname=name.longname,
+        tensor=tensor,
+        M=M,
+        N=N,
+        block_type=name.block_type,
+        layer_index=name.layer_index,
+        fold=(M, N),
+    )
+    return _checked(matrix, context)
+
+
 def _conv(tensor: TensorRef, name: Name, context: Context) -> Iterator[MatrixRef | Skip]:
-    if context.options.split == "auto" and flattens(name.longname, tensor.shape, context.config, context.table):
-        M, N = tensor.shape[0], prod(tensor.shape[1:])
-        flat = MatrixRef(
-            longname=name.longname,
-            tensor=tensor,
-            M=M,
-            N=N,
-            block_type=name.block_type,
-            layer_index=name.layer_index,
-            fold=(M, N),
-        )
-        yield _checked(flat, context)
-        return
     kernel = tensor.shape[2:]
     row, pieces = context.cut(name.longname, tensor.shape)
     for piece in pieces:

@@ -43,8 +43,8 @@ PATCHED = QWEN_LIKE_VISION + _models(
     " internvl* intern_vit_6b convnext convnextv2 aimv2* bridgetower* cohere_compass* eomt_dinov3 exaone4_5* focalnet"
     " glm5_next* glm_image* glm_ocr* got_ocr2* granite_docling* hunyuan_vl* hy_v4_vl* janus* kimi_k25* kosmos_2_vision*"
     " lw_detr_vit maskformer-swin minicpm_ocr* minicpmv4_* minimax_m3_vl* mlcd* ovis2* paddleocr_vl* phi4_multimodal*"
-    " pixio pp_chart2table* qianfan_ocr* qwen2_5_omni* rf_detr* sam3* sapiens2 slanext* smolvlm* step3p5* tipsv2* udop"
-    " video_llama_3* videomt vjepa2"
+    " pixio pp_chart2table* qianfan_ocr* qwen2_5_omni* rf_detr* sam3* sapiens2 slanext* smolvlm* step3p5* step3p7*"
+    " tipsv2* udop video_llama_3* videomt vjepa2"
 )
 """Models that cut an image into patches which don't overlap: the kernel steps by its own size."""
 
@@ -145,18 +145,23 @@ ATTENTION_QKV: tuple[Layout, ...] = (
     Layout(names="in_proj_weight", when="rows == 3 * columns", parts=QKV),
     # Multi-head latent attention: a latent and the keys' rotary part; from the latent, keys and values by head.
     Layout(
-        names="kv_a_proj_with_mqa", models=MLA, parts=parts("kv: kv_lora_rank", "k_rope: qk_rope_head_dim", k_rope="1")
+        names="w?kv_a(?:_proj)?_with_mqa",
+        models=MLA,
+        parts=parts("kv: kv_lora_rank", "k_rope: qk_rope_head_dim", k_rope="1"),
     ),
     Layout(
-        names="kv_b_proj",
+        names="kv_b_proj|wkv_b",
         models=MLA,
         groups="heads",
         parts=parts("k: qk_nope_head_dim", "v: v_head_dim", k="heads", v="heads"),
     ),
     Layout(
-        names="q_b_proj|q_proj", models=MLA, when="rows == heads * (qk_nope_head_dim + qk_rope_head_dim)", heads="heads"
+        names="q_b_proj|q_proj|wq_b|wq",
+        models=MLA,
+        when="rows == heads * (qk_nope_head_dim + qk_rope_head_dim)",
+        heads="heads",
     ),
-    Layout(names="o_proj", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
+    Layout(names="o_proj|attention.wo", models=MLA, when="columns == heads * v_head_dim", heads="heads"),
     # Heads of their own number, or none.
     Layout(
         names=r"t2u_model\.model\.encoder\.layers\.\d+\.self_attn\.(?:[qkv]|out)_proj",
@@ -169,13 +174,17 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         heads="t2u_decoder_attention_heads",
     ),
     Layout(names=r"downsample\.assign\.[qkv]_proj", models=("groupvit*",), heads="1"),
-    Layout(names="q_a_proj", heads="1"),
+    Layout(names="q_a_proj|wq_a", heads="1"),
     Layout(
-        names="q_gate_proj",
+        names="q_gate_proj|q_b_proj",  # in the running model, and on disk
         models=("axk2",),
         groups="heads",
         parts=parts("q: qk_nope_head_dim + qk_rope_head_dim", "gate: v_head_dim", q="heads"),
     ),
+    # A group of heads has a projection of its own, of its own inputs.
+    Layout(names=r"attn\.wo_a|self_attn\.o_a_proj", models=("deepseek_v4*",), experts="o_groups"),
+    # Key and value are the same.
+    Layout(names=r"attn\.wkv|compressor\.(?:indexer\.(?:compressor\.)?)?wkv|kv_proj", models=("deepseek_v4*",)),
     # Keys, then values.
     Layout(names="to_kv", models=("granite_speech*", "evolla*"), parts=KEY_VALUE),
     Layout(names="kv_proj", models=("jetmoe",), parts=KEY_VALUE),
@@ -258,6 +267,7 @@ MLP: tuple[Layout, ...] = (
         models=_models("phi3* phi4* glm* dia* minimax_m3_vl* dots3_note* zamba2 esmc esmfold2 hrm_text"),
         parts=GATE_UP,
     ),
+    Layout(names=r"gate_up_proj_adapter_list\.\d+\.1", models=("zamba2",), parts=GATE_UP),
     Layout(names=r"mlp\.up_gate_proj", models=("gte", "new"), parts=UP_GATE),
     Layout(names=r"mlp\.w13_dn", models=("inkling*",), groups="rows / 2", parts=GATE_UP),
     Layout(names=r"ffn\.proj_1", models=("openelm",), when="ffn_with_glu", parts=GATE_UP),
@@ -349,10 +359,16 @@ EXPERTS: tuple[Layout, ...] = (
     Layout(names=r"experts\.mlp\.(?:w1|v1|w2)", note="stacked experts analysed whole"),
 )
 
+FLAT: tuple[Layout, ...] = (
+    # Inputs × heads × head size; of XLNet's o, outputs first.
+    Layout(names=r"rel_attn\.[qkvor]", models=("xlnet",), flatten=True),
+    Layout(names=r"self_attn\.r_kernel|attention\.r_kernel", models=("funnel",), flatten=True),
+)
+
 PATCHES: tuple[Layout, ...] = (
     Layout(
         names=r"patch_embed(?:ding|dings|der)?(?:\.(?:proj|projection|patch_embeddings))?|patch_conv"
-        r"|embeddings\.(?:proj|projection)|embed_patches\.proj",
+        r"|embeddings\.(?:proj|projection)|embed_patches\.proj|(?:visual|vision_model)\.conv1",
         models=PATCHED,
         when="kernel == patch_size",
         flatten=True,
@@ -364,7 +380,9 @@ PATCHES: tuple[Layout, ...] = (
     ),
 )
 
-BUILT_IN = Table((*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *SEVERAL, *RECURRENT, *EXPERTS, *PATCHES), numbers=False)
+BUILT_IN = Table(
+    (*ATTENTION_QKV, *LINEAR_ATTENTION, *MLP, *SEVERAL, *RECURRENT, *EXPERTS, *FLAT, *PATCHES), numbers=False
+)
 
 
 def user_table(path: str) -> Table:

@@ -13,12 +13,12 @@ from typing import Any
 # Keys of config.json that hold a tower's config, and the components of names that lead into that tower.
 _TOWERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("thinker_config",), r"thinker"),
-    (("vlm_config",), r"vlm"),
+    (("vlm_config",), r"vlm|paligemma"),
     (("talker_config",), r"talker"),
     (("token2wav_config", "code2wav_config"), r"token2wav|code2wav"),
     (
         ("vision_config", "visual", "vision_encoder_config", "vit_config"),
-        r"visual|vit|vision\w*|image_encoder|image_tower|video_tower|img_\w+",
+        r"visual|vit|vision\w*|image_encoder|image_tower|video_tower|img_\w+|patch_embed\w*",
     ),
     (("image_config",), r"image_model"),
     (("multimodal_config",), r"multimodal_model"),
@@ -65,8 +65,11 @@ class Values:
     `ALIASES`, and what `own` gives (``rows``, ``columns``, ``kernel``).
     """
 
-    def __init__(self, name: str, config: Mapping[str, Any], own: Mapping[str, int] | None = None) -> None:
-        self.config = tower(name, config)
+    def __init__(
+        self, name: str, config: Mapping[str, Any], own: Mapping[str, int] | None = None, layer: int | None = None
+    ) -> None:
+        """`layer`: the number of the layer, of which the config may say other things than of all."""
+        self.config = _of_layer(layer, tower(name, config))
         model_type = self.config.get("model_type")
         self.model_type = model_type if isinstance(model_type, str) else ""
         parts = name[:_LONGEST_NAME].split(".")
@@ -104,6 +107,14 @@ class Values:
         if type(value) is list and value and all(type(side) is int and side == value[0] for side in value):
             return value[0]  # patch_size of equal sides
         return value if type(value) in (int, bool, str) else None
+
+
+def _of_layer(layer: int | None, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    each = config.get("per_layer_config")
+    if layer is None or not isinstance(each, dict):
+        return config
+    own = next((value for key, value in each.items() if key.isdecimal() and int(key) == layer), None)
+    return {**config, **own} if isinstance(own, dict) else config
 
 
 def tower(name: str, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -153,3 +153,33 @@ def test_the_first_chatglm_has_no_gate(sizes: dict[str, int], cut: bool | None, 
     found = emitted(tmp_path)
     assert set(found) == ({f"{name}_gate", f"{name}_up"} if cut else {name})
     assert bool(next(iter(found.values())).note) == (cut is None)
+
+
+def test_a_layer_s_heads_are_counted_as_its_own_config_has_them(tmp_path: Path) -> None:
+    """Its one head of keys is as long as the two of the others."""
+    types = ["sliding_attention", "full_attention"]
+    sizes = {"hidden_size": H, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    more = {"vocab_size": 96, "vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 8, "head_dim": 8}
+    own = {"1": {"head_dim": 16, "num_key_value_heads": 1}}
+    home = "embedding_gemma2.modeling_embedding_gemma2"
+    built = randomise(
+        module(
+            "EmbeddingGemma2Text",
+            home,
+            "EmbeddingGemma2TextModel",
+            "model",
+            **{**sizes, **more, "intermediate_size": 48, "layer_types": types, "per_layer_config": own},
+        )()
+    )
+    save(built, tmp_path)
+    found = emitted(tmp_path, per_head=True)
+    for i, layer in enumerate(built.model.layers):
+        attention = layer.self_attn
+        size = attention.head_dim
+        for word in ("q_proj", "k_proj", "v_proj"):
+            rows = getattr(attention, word).out_features
+            heads = [key for key in found if f"layers.{i}.self_attn.{word}.head." in key]
+            whole = [key for key in found if key.endswith(f"layers.{i}.self_attn.{word}")]
+            assert len(heads) == (rows // size if rows > size else 0)
+            assert len(whole) == (rows == size)
+        assert not any(one.note for key, one in found.items() if f"layers.{i}.self_attn" in key)
