@@ -182,3 +182,34 @@ def test_funnel_s_positions_are_multiplied_by_a_weight_with_an_axis_for_heads(tm
     for key, kernel in kernels.items():
         out = torch.einsum("td,dnh->tnh", torch.eye(32, dtype=torch.float64), kernel)
         np.testing.assert_allclose(found[key].slices[0].T, out.reshape(32, 32).T.numpy())
+
+
+def test_zamba_s_heads_have_projections_of_their_own(tmp_path: Path) -> None:
+    types = ["mamba", "hybrid", "hybrid"]
+    settings = {**SIZES, "num_hidden_layers": 3, "num_key_value_heads": 4, "vocab_size": 96, "layers_block_type": types}
+    more = {"mamba_d_state": 8, "n_mamba_heads": 2, "mamba_dt_rank": 3, "attention_head_dim": 16}
+    built = randomise(model("Zamba", "ZambaModel", **settings, **more, use_mamba_kernels=False)())
+    built.save_pretrained(tmp_path)
+    found = emitted(tmp_path)
+    mixer = built.layers[0].mamba
+    for i in range(2):
+        x = torch.eye(mixer.x_proj_weight.shape[-1], dtype=torch.float64)
+        sizes = (mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size)
+        expected = (mixer.x_proj_weight[i] @ x).split(sizes)  # as its forward has it
+        for word, W in zip(("dt", "B", "C"), expected, strict=True):
+            own = found[f"layers.0.mamba.x_proj_weight.experts.{i}_{word}"].slices[0]
+            np.testing.assert_array_equal(own, W.detach().numpy())
+        own = found[f"layers.0.mamba.dt_proj_weight.experts.{i}"].slices[0]
+        np.testing.assert_array_equal(own, mixer.dt_proj_weight[i].detach().numpy())
+
+
+def test_recurrent_gemma_s_gates_are_a_matrix_for_each_head(tmp_path: Path) -> None:
+    settings = {**SIZES, "vocab_size": 96, "num_key_value_heads": 1, "lru_width": 32, "block_types": ["recurrent"]}
+    built = randomise(model("RecurrentGemma", "RecurrentGemmaModel", **settings)())
+    save(built, tmp_path)
+    found = emitted(tmp_path)
+    (lru,) = [layer for name, layer in built.named_modules() if name == "layers.0.temporal_block.rg_lru"]
+    for word in ("input_gate_weight", "recurrent_gate_weight"):
+        for i, W in enumerate(getattr(lru, word)):
+            own = found[f"layers.0.temporal_block.rg_lru.{word}.experts.{i}"].slices[0]
+            np.testing.assert_array_equal(own, W.detach().numpy())
