@@ -222,6 +222,7 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
             (("mamba2",), "num_heads * head_dim", "num_heads"),
             (("bamba", "granitemoehybrid"), "mamba_n_heads * mamba_d_head", "mamba_n_heads"),
             (("falcon_h1",), "mamba_d_ssm", "mamba_n_heads"),
+            (("falcon_h1",), "mamba_expand * hidden", "mamba_n_heads"),  # where that is null
             (("nemotron_h",), "mamba_num_heads * mamba_head_dim", "mamba_num_heads"),
             (("zamba2",), "n_mamba_heads * mamba_headdim", "n_mamba_heads"),
         )
