@@ -9,6 +9,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
+from shardesd.adapters.values import LARGEST
 from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_local, open_shard
 from shardesd.errors import NoRanges, OptionError
 from shardesd.options import ScanOptions
@@ -54,8 +55,9 @@ def open_what(what: What, options: ScanOptions) -> Opened:
     """Raises `SourceError`, `CheckpointError`, `AdapterError` or `OptionError`, before any weight is read."""
     if not isinstance(what.revision, str | None):
         raise OptionError(f"revision={what.revision!r} is invalid (expected a branch, a tag or a commit)")
-    if not isinstance(what.lora_alpha, Real | None) or isinstance(what.lora_alpha, bool):
-        raise OptionError(f"lora_alpha={what.lora_alpha!r} is invalid (expected a number)")
+    alpha = what.lora_alpha
+    if alpha is not None and (not isinstance(alpha, Real) or isinstance(alpha, bool) or not abs(alpha) < LARGEST):
+        raise OptionError(f"lora_alpha={alpha!r} is invalid (expected a number below {LARGEST:.0e})")
     if not (what.model is None or isinstance(what.model, (str, os.PathLike))):
         return _live(what, what.model, options)
     if what.minus is not None:

@@ -5,7 +5,7 @@
 """
 
 from shardesd.adapters.base import BaseReference, Chain, base_reference, resolve_chain
-from shardesd.adapters.config import CONFIG_NAME, AdapterConfig, parse_config
+from shardesd.adapters.config import AdapterConfig, parse_config
 from shardesd.adapters.edits import (
     Edit,
     Merger,
@@ -20,6 +20,7 @@ from shardesd.adapters.load import Adapter, adapter_from_tensors, adapters_from_
 from shardesd.adapters.merged import MergedCheckpoint, open_peft
 from shardesd.adapters.names import base_name, looks_like_adapter
 from shardesd.adapters.plan import MergePlan, Virtual, plan_merge
+from shardesd.adapters.values import CONFIG_NAME
 
 __all__ = [
     "CONFIG_NAME",

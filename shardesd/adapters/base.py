@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardesd.adapters.load import Adapter, is_adapter, load_adapter
-from shardesd.errors import AdapterError, MalformedAdapter, NotFound
+from shardesd.errors import AdapterError, MalformedAdapter, NotFound, OptionError
 
 if TYPE_CHECKING:
     from shardesd.source import Source
@@ -93,7 +92,7 @@ def resolve_chain(
         told_by = reference.told_by if base is None else told_by
         try:
             base = open_(reference.repo, reference.revision)
-        except NotFound as error:
+        except (NotFound, OptionError) as error:  # the option is a revision that no branch can have
             raise NotFound(
                 f"{adapters[0].name}: its base '{reference.repo}' (from {reference.told_by}) can't be found: {error}; "
                 "give it with --base"
@@ -102,14 +101,16 @@ def resolve_chain(
 
 
 def _local(text: str, adapter: Adapter) -> str | None:
-    path = Path(os.path.expanduser(text))
-    if path.is_absolute():
-        return str(path) if path.exists() else None
-    if adapter.path is not None and _is_path(text):
-        beside = adapter.path.parent / path
-        if beside.exists():
-            return str(beside)
-    return str(path) if path.exists() else None
+    # os.path.exists answers where Path.exists raises: a text of thousands of characters is no path either.
+    try:
+        path = os.path.expanduser(text)
+    except ValueError:  # a user's name with a NUL in it
+        return None
+    if not os.path.isabs(path) and adapter.path is not None and _is_path(text):
+        beside = str(adapter.path.parent / path)
+        if os.path.exists(beside):
+            return beside
+    return path if os.path.exists(path) else None
 
 
 def _is_path(text: str) -> bool:
@@ -128,7 +129,7 @@ def _from_card(adapter: Adapter) -> str | None:
 
         try:
             metadata = metadata_load(adapter.source.path(name)) or {}
-        except (OSError, ValueError, YAMLError):
+        except (OSError, ValueError, YAMLError, RecursionError):
             continue  # a card that can't be read names nothing
         named = metadata.get("base_model")
         if isinstance(named, list):

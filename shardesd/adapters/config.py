@@ -5,15 +5,14 @@ Keys and defaults are those of peft's config classes (0.5 … 0.21) and of mlx-l
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
+from shardesd.adapters.patterns import Matcher
+from shardesd.adapters.values import CONFIG_NAME, Patterns, Values
 from shardesd.errors import MalformedAdapter, UnsupportedAdapter
-
-CONFIG_NAME = "adapter_config.json"
 
 MERGEABLE = (
     "LORA",
@@ -69,6 +68,12 @@ _OPTIONS_REFUSED = {
 }
 
 
+_MOST_LAYERS = 10_000
+"""Of a model that layer_replication makes."""
+
+_V = TypeVar("_V")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
     """What the config of an adapter says, in peft's words, whatever tool wrote it."""
@@ -86,27 +91,25 @@ class AdapterConfig:
     use_rslora: bool = False
     use_dora: bool = False
     fan_in_fan_out: bool = False
-    rank_pattern: Mapping[str, Any] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Patterns[int] = ()
+    alpha_pattern: Patterns[float] = ()
     modules_to_save: tuple[str, ...] = ()
     target_parameters: tuple[str, ...] = ()
     layer_replication: tuple[tuple[int, int], ...] = ()
     trainable_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Module → rows; the key ``""`` stands for the input embedding."""
-    feedforward_modules: str | tuple[str, ...] = ()
+    feedforward_modules: Matcher | tuple[str, ...] = ()
     peft_version: tuple[int, ...] | None = None
-    raw: Mapping[str, Any] = field(default_factory=dict)
+    raw: Values = field(default_factory=lambda: Values(where=""))
     """The config as it was written, for the options that one type alone has."""
 
     def alpha_of(self, module: str) -> float | None:
         """α of one module: the first key of `alpha_pattern` that matches, else the adapter's."""
-        alpha: float | None = _pattern(self.alpha_pattern, module, self.alpha)
-        return alpha
+        return _pattern(self.alpha_pattern, module, self.alpha)
 
     def rank_of(self, module: str) -> int | None:
         """The rank that the config gives one module; None where it gives none."""
-        rank: int | None = _pattern(self.rank_pattern, module, self.r)
-        return rank
+        return _pattern(self.rank_pattern, module, self.r)
 
 
 def parse_config(
@@ -117,9 +120,10 @@ def parse_config(
     `lora_alpha` replaces the config's α. `allow_residual_base` accepts adapters whose initialisation changed the base
     (PiSSA, OLoRA …), for a base that already is the residual one. Raises `UnsupportedAdapter` and `MalformedAdapter`.
     """
+    values = Values(where=where, data=data)
     if "peft_type" not in data and ("lora_parameters" in data or "fine_tune_type" in data):
-        return _parse_mlx(data, where)
-    peft_type = str(data.get("peft_type", "")).upper()
+        return _parse_mlx(values)
+    peft_type = (values.text("peft_type") or "").upper()
     if not peft_type:
         raise MalformedAdapter(f"{where}: {CONFIG_NAME} has no peft_type; expected one of {', '.join(MERGEABLE)}")
     if peft_type in REFUSED:
@@ -127,106 +131,114 @@ def parse_config(
     if peft_type not in MERGEABLE:
         raise UnsupportedAdapter(f"{where}: unknown peft_type '{peft_type}' (expected one of {', '.join(MERGEABLE)})")
     for option, why in _OPTIONS_REFUSED.items():
-        if data.get(option):
+        if values.given(option):
             raise UnsupportedAdapter(f"{where}: an adapter with {option} can't be merged: {why}")
-    _check_init(data, where, allow_residual_base)
+    _check_init(values, allow_residual_base)
     rank_key, alpha_key = _KEYS.get(peft_type, ("r", "lora_alpha"))
-    r, alpha = data.get(rank_key), data.get(alpha_key)
-    if r is not None and (not isinstance(r, int) or r < 1) and peft_type not in ("OFT", "BOFT"):
-        raise MalformedAdapter(f"{where}: rank {r} in {CONFIG_NAME} is invalid (expected a whole number of 1 or more)")
-    if lora_alpha is not None:
-        alpha = lora_alpha
-    if alpha is not None and not (isinstance(alpha, int | float) and math.isfinite(alpha)):
-        raise MalformedAdapter(f"{where}: {alpha_key} {alpha!r} in {CONFIG_NAME} is not a number")
     return AdapterConfig(
         peft_type=peft_type,
-        base_model=data.get("base_model_name_or_path") or None,
-        revision=data.get("revision") or None,
-        r=r,
-        alpha=alpha,
-        use_rslora=bool(data.get("use_rslora")),
-        use_dora=bool(data.get("use_dora")),
-        fan_in_fan_out=bool(data.get("fan_in_fan_out")),
-        rank_pattern=data.get("rank_pattern") or {},
-        alpha_pattern=data.get("alpha_pattern") or {},
-        modules_to_save=tuple(data.get("modules_to_save") or ()),
-        target_parameters=tuple(data.get("target_parameters") or ()),
-        layer_replication=_replication(data.get("layer_replication"), where),
-        trainable_tokens=_token_rows(data, where),
-        feedforward_modules=_names(data.get("feedforward_modules")),
-        peft_version=_version(data.get("peft_version")),
-        raw=dict(data),
+        base_model=values.text("base_model_name_or_path"),
+        revision=values.text("revision"),
+        # OFT's r counts blocks, and is 0 where their size is given.
+        r=None if peft_type in ("OFT", "BOFT") else values.count(rank_key),
+        alpha=values.number(alpha_key) if lora_alpha is None else lora_alpha,
+        use_rslora=values.flag("use_rslora"),
+        use_dora=values.flag("use_dora"),
+        fan_in_fan_out=values.flag("fan_in_fan_out"),
+        # AdaLoRA's says which ranks are left, and the tensors show that.
+        rank_pattern=() if peft_type == "ADALORA" else values.ranks_by_pattern("rank_pattern"),
+        alpha_pattern=values.numbers_by_pattern("alpha_pattern"),
+        modules_to_save=values.names("modules_to_save"),
+        target_parameters=values.names("target_parameters"),
+        layer_replication=_replication(values),
+        trainable_tokens=_token_rows(values, peft_type),
+        feedforward_modules=_feedforward(values),
+        peft_version=_version(values.text("peft_version")),
+        raw=values,
     )
 
 
 _KEYS = {"LOHA": ("r", "alpha"), "LOKR": ("r", "alpha"), "ADALORA": ("init_r", "lora_alpha")}
 
 
-def _check_init(data: Mapping[str, Any], where: str, allow_residual_base: bool) -> None:
-    init = data.get("init_lora_weights")
+def _check_init(values: Values, allow_residual_base: bool) -> None:
+    init = values.data.get("init_lora_weights")
+    if not isinstance(init, bool):
+        init = values.text("init_lora_weights")
     if isinstance(init, str) and _BASE_MUTATING.fullmatch(init) and not allow_residual_base:
         raise UnsupportedAdapter(
-            f"{where}: init_lora_weights '{init}' changed the base when training began, so adding this delta to the "
-            "original base is wrong; convert the adapter with peft (path_initial_model_for_weight_conversion), or give "
-            "the residual base and allow it explicitly"
+            f"{values.where}: init_lora_weights '{init}' changed the base when training began, so adding this delta to "
+            "the original base is wrong; convert the adapter with peft (path_initial_model_for_weight_conversion), or "
+            "give the residual base and allow it explicitly"
         )
-    if data.get("kasa_config"):
-        raise UnsupportedAdapter(f"{where}: kasa_config truncates the base's singular values, which is not implemented")
+    if values.given("kasa_config"):
+        raise UnsupportedAdapter(
+            f"{values.where}: kasa_config truncates the base's singular values, which is not implemented"
+        )
 
 
-def _parse_mlx(data: Mapping[str, Any], where: str) -> AdapterConfig:
-    kind = data.get("fine_tune_type", "lora")
+def _parse_mlx(values: Values) -> AdapterConfig:
+    kind = values.text("fine_tune_type") or "lora"
     if kind not in ("lora", "dora", "full"):
-        raise UnsupportedAdapter(f"{where}: unknown fine_tune_type '{kind}' (expected lora, dora or full)")
-    parameters = data.get("lora_parameters") or {}
-    scale = parameters.get("scale")
-    if kind != "full" and not isinstance(scale, int | float):
+        raise UnsupportedAdapter(f"{values.where}: unknown fine_tune_type '{kind}' (expected lora, dora or full)")
+    parameters = values.part("lora_parameters")
+    scale = parameters.number("scale")
+    if kind != "full" and scale is None:
         raise MalformedAdapter(
-            f"{where}: lora_parameters.scale is missing in {CONFIG_NAME}, so the delta's size is unknown"
+            f"{values.where}: lora_parameters.scale is missing in {CONFIG_NAME}, so the delta's size is unknown"
         )
     return AdapterConfig(
         dialect="mlx",
-        base_model=data.get("model") or None,
-        r=parameters.get("rank"),
+        base_model=values.text("model"),
+        r=parameters.count("rank"),
         scale=scale,
         use_dora=kind == "dora",
-        raw=dict(data),
+        raw=values,
     )
 
 
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    # peft.utils.other.get_pattern_key: the first key that matches the module's name, or a tail of it after a dot.
-    for key, value in patterns.items():
-        if re.match(rf"(.*\.)?({key})$", module):
-            return value
-    return default
+def _pattern(patterns: Patterns[_V], module: str, default: _V | None) -> _V | None:
+    return next((value for matches, value in patterns if matches(module)), default)
 
 
-def _replication(value: Any, where: str) -> tuple[tuple[int, int], ...]:
-    try:
-        ranges = tuple((int(start), int(stop)) for start, stop in value or ())
-    except (TypeError, ValueError):
-        ranges = ((-1, -1),)
-    if any(not 0 <= start < stop for start, stop in ranges):
-        raise MalformedAdapter(f"{where}: layer_replication {value} is not a list of [start, stop] ranges")
+def _replication(values: Values) -> tuple[tuple[int, int], ...]:
+    key = "layer_replication"
+    given = values.data.get(key) or ()
+    wrong = values.refusal(key, given, f"a list of [start, stop] ranges, of {_MOST_LAYERS:,} layers at most")
+    if not isinstance(given, list | tuple) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in given):
+        raise wrong
+    ranges = tuple((start, stop) for start, stop in given)
+    if not all(type(start) is int and type(stop) is int and 0 <= start < stop for start, stop in ranges):
+        raise wrong
+    if sum(stop - start for start, stop in ranges) > _MOST_LAYERS:
+        raise wrong
     return ranges
 
 
-def _token_rows(data: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
-    value = data.get("trainable_token_indices") or data.get("token_indices") or {}
-    if isinstance(value, list):
-        targets = _names(data.get("target_modules")) if data.get("peft_type") == "TRAINABLE_TOKENS" else ()
-        value = dict.fromkeys((targets,) if isinstance(targets, str) else targets or ("",), value)
-    try:
-        return {str(module): tuple(int(row) for row in rows) for module, rows in value.items()}
-    except (AttributeError, TypeError, ValueError):
-        raise MalformedAdapter(f"{where}: trainable token indices {value!r} are not lists of row numbers") from None
+def _token_rows(values: Values, peft_type: str) -> dict[str, tuple[int, ...]]:
+    key = next((key for key in ("trainable_token_indices", "token_indices") if values.given(key)), "")
+    given = values.data.get(key) or {}
+    if not isinstance(given, Mapping):
+        # TRAINABLE_TOKENS names its modules apart; everywhere else a bare list means the input embedding.
+        modules = _one_or_more(values, "target_modules") if peft_type == "TRAINABLE_TOKENS" else ()
+        given = dict.fromkeys(modules or ("",), given)
+    for rows in given.values():
+        if not isinstance(rows, list | tuple) or not all(type(row) is int and row >= 0 for row in rows):
+            raise values.refusal(key, rows, "lists of row numbers")
+    return {module: tuple(rows) for module, rows in given.items()}
 
 
-def _names(value: Any) -> str | tuple[str, ...]:
-    return value if isinstance(value, str) else tuple(value or ())
+def _one_or_more(values: Values, key: str) -> tuple[str, ...]:
+    name = values.data.get(key)
+    return (name,) if isinstance(name, str) else values.names(key)
 
 
-def _version(text: Any) -> tuple[int, ...] | None:
-    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", str(text or ""))
+def _feedforward(values: Values) -> Matcher | tuple[str, ...]:
+    key = "feedforward_modules"
+    given = values.data.get(key)
+    return values.pattern(key, given) if isinstance(given, str) else values.names(key)
+
+
+def _version(text: str | None) -> tuple[int, ...] | None:
+    match = re.match(r"(\d{1,9})\.(\d{1,9})(?:\.(\d{1,9}))?", text or "")
     return tuple(int(part or 0) for part in match.groups()) if match else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from shardesd.adapters.edits import Change, Edit, Round
 from shardesd.adapters.names import Group
+from shardesd.adapters.patterns import Matcher
 from shardesd.adapters.target import Placed, Setting
 from shardesd.errors import MalformedAdapter
 from shardesd.records import TensorRef
@@ -79,7 +79,7 @@ def plan_ia3(group: Group, setting: Setting) -> Placed:
     return placed
 
 
-def _is_feedforward(module: str, patterns: str | tuple[str, ...]) -> bool:
-    if isinstance(patterns, str):
-        return re.fullmatch(patterns, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in patterns)
+def _is_feedforward(module: str, named: Matcher | tuple[str, ...]) -> bool:
+    if callable(named):
+        return bool(named(module))
+    return any(module == name or module.endswith(f".{name}") for name in named)

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from shardesd.adapters.config import CONFIG_NAME, AdapterConfig, parse_config
+from shardesd.adapters.config import AdapterConfig, parse_config
 from shardesd.adapters.names import looks_like_adapter
+from shardesd.adapters.values import CONFIG_NAME
 from shardesd.checkpoint import StoredMatrix, StoredShard, is_integer, open_shard
 from shardesd.errors import AdapterError, MalformedAdapter, MatrixError, UnsupportedAdapter
 from shardesd.records import ShardRef, TensorRef
@@ -229,7 +230,7 @@ def _read_config(source: Source, file: str, name: str) -> dict[str, Any] | None:
         path = source.path(file)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise MalformedAdapter(f"{name}: {file} can't be read: {error}") from error
     if not isinstance(data, dict):
         raise MalformedAdapter(f"{name}: {file} is not a JSON object")
@@ -246,14 +247,14 @@ def _from_metadata(metadata: Mapping[str, str], name: str) -> dict[str, Any] | N
         for key, value in flat.items():
             component, _, option = key.partition(".")
             components.setdefault(component, {})[option] = value
-    except (ValueError, AttributeError) as error:
+        differ = any(config != next(iter(components.values())) for config in components.values())
+    except (ValueError, AttributeError, RecursionError) as error:
         raise MalformedAdapter(f"{name}: the metadata {_METADATA} can't be read: {error}") from error
-    configs = list(components.values())
-    if not configs or any(config != configs[0] for config in configs[1:]):
+    if not components or differ:
         raise UnsupportedAdapter(
             f"{name}: its components ({', '.join(components)}) have different LoRA options; split it into one file each"
         )
-    return {"peft_type": "LORA", **configs[0]}
+    return {"peft_type": "LORA", **next(iter(components.values()))}
 
 
 def _guessed(tensors: Iterable[TensorRef], name: str, file: str, lora_alpha: float | None) -> AdapterConfig:

@@ -125,7 +125,7 @@ def plan_lora(group: Group, setting: Setting) -> Placed:
         return _place_mlx(group, setting, A, B)
     if "lora_mid" in group.tensors:
         return _plan_mid(group, setting)
-    if setting.config.raw.get("use_bdlora"):
+    if setting.config.raw.given("use_bdlora"):
         return _plan_blocks(group, setting)
     A, B = setting.factors(group, "lora_A", "lora_B")
     return _place(group, setting, A, B, rows=B.shape[0], cols=columns(A.shape))
@@ -208,7 +208,7 @@ def _plan_mid(group: Group, setting: Setting) -> Placed:
 
 
 def _plan_blocks(group: Group, setting: Setting) -> Placed:
-    blocks = int(setting.config.raw["use_bdlora"].get("nblocks") or 1)
+    blocks = setting.config.raw.part("use_bdlora").count("nblocks") or 1
     A, B = setting.take(group, "lora_A", "lora_B")
     if len(A.shape) != 2 or len(B.shape) != 2 or 0 in A.shape + B.shape:
         raise MalformedAdapter(f"{setting.where}: {A.name} {list(A.shape)} and {B.name} {list(B.shape)} are no factors")

@@ -19,6 +19,8 @@ from shardesd.adapters.target import Placed, Setting, columns
 from shardesd.errors import MalformedAdapter, UnsupportedAdapter
 from shardesd.records import TensorRef
 
+_MOST_TERMS = 1000  # each is a product of matrices; peft's default is 5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Oft(Edit):
@@ -95,18 +97,19 @@ def plan_oft(group: Group, setting: Setting) -> Placed:
     if size < 1 or 0 in blocks.shape:
         raise MalformedAdapter(f"{setting.where}: {blocks.name} {list(blocks.shape)} holds no skew-symmetric matrices")
     raw = setting.config.raw
-    inputs = 0 if raw.get("block_share") else size * blocks.shape[0]
+    inputs = 0 if raw.flag("block_share") else size * blocks.shape[0]
 
     def fits(shape: tuple[int, ...]) -> bool:
         return len(shape) >= 2 and (columns(shape) == inputs if inputs else columns(shape) % size == 0)
 
     needs = f"a tensor with {inputs} inputs" if inputs else f"a tensor whose inputs are a multiple of {size}"
     name = setting.weight(group, fits, source=blocks, needs=needs, outputs_first=True)
+    by_terms, eps = raw.flag("use_cayley_neumann", True), raw.number("eps")
     edit = Oft(
         blocks=blocks,
         embedding=embedding,
-        neumann_terms=int(raw.get("num_cayley_neumann_terms", 5)) if raw.get("use_cayley_neumann", True) else 0,
-        eps=float(raw.get("eps", 6e-5)) if raw.get("coft") else None,
+        neumann_terms=(raw.count("num_cayley_neumann_terms", _MOST_TERMS) or 5) if by_terms else 0,
+        eps=(6e-5 if eps is None else eps) if raw.flag("coft") else None,
         **setting.common(group),
     )
     return [(name, setting.as_stored(group, name, edit))]

@@ -289,7 +289,7 @@ def _plan_tokens(one: Group, setting: Setting) -> Placed:
 
     name = setting.weight(one, fits, source=tensor, needs=f"rows of {tensor.shape[1]}")
     size = setting.index.shape(setting.tied.get(name, name))[0]
-    if rows and not 0 <= min(rows) <= max(rows) < size:
+    if rows and max(rows) >= size:
         raise MalformedAdapter(f"{setting.where}: token {max(rows)} of {one.module} is outside the base's {size} rows")
     return [(name, ReplaceRows(rows=rows, tensor=tensor, **setting.common(one)))]
 

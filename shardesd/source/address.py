@@ -45,7 +45,10 @@ def open_source(repo: str | os.PathLike[str], *, revision: str | None = None) ->
         raise OptionError("REPO is empty (expected a local folder or file, or a Hub model id such as org/name)")
     hint = ""
     if not text.startswith(_SCHEME):
-        path = Path(os.path.expanduser(text))
+        try:
+            path = Path(os.path.expanduser(text))
+        except ValueError:  # a user's name with a NUL in it
+            raise NotFound(f"no such file or folder: '{text}'") from None
         if os.path.lexists(path):
             from shardesd.source.local import open_local
 

@@ -19,7 +19,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
 def compare(case: Case, tensors: dict[str, torch.Tensor], changes: dict[str, Any] | None = None) -> None:
-    adapter = adapter_from_tensors("planted", {**case.adapter.config.raw, **(changes or {})}, tensors)
+    adapter = adapter_from_tensors("planted", {**case.adapter.config.raw.data, **(changes or {})}, tensors)
     assert_equal(merge(plan_merge([adapter], refs_of(case.base), case.config), case.base), case.merged)
 
 

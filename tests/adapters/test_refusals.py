@@ -95,13 +95,11 @@ def test_options(option: str, value: Any, why: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, -1, "8"])
 def test_rank_zero(rank: Any) -> None:
-    refused(MalformedAdapter, f"rank {rank} in adapter_config.json is invalid", pair(), {**LORA, "r": rank})
+    refused(MalformedAdapter, f"r {rank!r} in adapter_config.json is invalid", pair(), {**LORA, "r": rank})
 
 
 def test_alpha_that_is_no_number() -> None:
-    refused(
-        MalformedAdapter, "lora_alpha 'x' in adapter_config.json is not a number", pair(), {**LORA, "lora_alpha": "x"}
-    )
+    refused(MalformedAdapter, "lora_alpha 'x' in adapter_config.json is invalid", pair(), {**LORA, "lora_alpha": "x"})
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (8,), (0,)])
@@ -224,7 +222,7 @@ def test_layers_that_are_not_there_to_replicate() -> None:
     )
     refused(
         MalformedAdapter,
-        r"layer_replication \[\[2, 1\]\] is not a list",
+        r"layer_replication \[\[2, 1\]\] .*expected a list",
         pair(),
         {**LORA, "layer_replication": [[2, 1]]},
     )
