@@ -1,4 +1,5 @@
-"""10,000 mutated headers, configs, indexes and pieces of quantisation metadata: an error line or a right shape.
+"""12,000 mutated headers, configs, indexes, adapters' configs and pieces of quantisation metadata: an error line or a
+right shape.
 
 Never a traceback, a hang, or more memory than what lies in the file accounts for. Each example is a seed: `mutated`
 makes the same file of it every time.
@@ -9,7 +10,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import struct
+import warnings
 from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
@@ -20,11 +23,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from shardesd import matrices
+from shardesd.adapters.patterns import tail
 from shardesd.checkpoint import open_checkpoint
 from shardesd.checkpoint.header import DTYPE_BITS
-from shardesd.errors import ShardesdError
+from shardesd.errors import Offline, ShardesdError
+from shardesd.opening import What, open_what
+from shardesd.options import ScanOptions
 from shardesd.records import MatrixRef
 from shardesd.source import open_source
 
@@ -445,3 +453,177 @@ def test_pickled(folder: Path, pickled_bytes: bytes, seed: int) -> None:
     upto = rng.choice([700, len(pickled_bytes)])
     (folder / "pytorch_model.bin").write_bytes(scrambled(pickled_bytes, rng, upto))
     check(folder)
+
+
+ODD_IN_ADAPTERS = [
+    *ODD,
+    *(10**400, 1e308, -1e308, float("nan"), float("inf"), "a" * 5000, "~\0", "/a/b", "org/x", "("),
+    *(
+        "((x|[a-z_.0-9])*)*!",
+        "(a|a)*" * 20 + "!",
+        "((((){1000}){1000}){1000}){1000}",
+        "(?=.*){9}" * 99,
+        ".*" * 99 + "!",
+    ),
+    *([1], ["x"], [-1], [1.5], [[0, 1]], [[0, 1], [0, 10**9]], [[0, 1]] * 20_000, [0, 1], {"x": 1}, {"x": "1"}),
+    *({"": [1]}, {"q_proj": 10**400}, {"q_proj": 2}, {"q_proj": None}, {"q_proj": [True, False]}, {"nblocks": -1}),
+]
+DEEP = "\ue000"
+"""Stands for lists in lists, which `json.dumps` would not write."""
+
+
+class Net(nn.Module):
+    """Two layers with what adapters change: a matrix, a norm, a stack; and an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(self.layer() for _ in range(2))
+
+    @staticmethod
+    def layer() -> nn.Module:
+        layer = nn.Module()
+        layer.q_proj = nn.Linear(8, 12)
+        layer.norm = nn.LayerNorm(8)
+        layer.experts = nn.Module()
+        layer.experts.down_proj = nn.Parameter(torch.ones(3, 8, 12))
+        return layer
+
+
+def kinds() -> dict[str, Any]:
+    """A config of each kind of adapter, as peft has it."""
+    import peft
+
+    q = {"target_modules": ["q_proj"]}
+    return {
+        "lora": peft.LoraConfig(
+            r=2, rank_pattern={r"layers\.(0|1)\.q_proj": 2}, alpha_pattern={"q_proj": 3}, modules_to_save=["norm"], **q
+        ),
+        "dora": peft.LoraConfig(r=2, use_dora=True, use_rslora=True, **q),
+        "tokens": peft.LoraConfig(r=2, trainable_token_indices={"table": [1, 2]}, **q),
+        "stack": peft.LoraConfig(r=2, target_modules=[], target_parameters=["experts.down_proj"]),
+        "adalora": peft.AdaLoraConfig(init_r=2, total_step=9, **q),
+        "loha": peft.LoHaConfig(r=2, **q),
+        "lokr": peft.LoKrConfig(r=20, **q),
+        "ia3": peft.IA3Config(feedforward_modules=r".*\.q_proj", **q),
+        "oft": peft.OFTConfig(r=0, oft_block_size=4, coft=True, **q),
+        "boft": peft.BOFTConfig(boft_block_size=4, **q),
+        "vera": peft.VeraConfig(r=2, **q),
+        "norms": peft.LNTuningConfig(target_modules=["norm"]),
+        "rows": peft.TrainableTokensConfig(target_modules=["table"], token_indices=[1, 2]),
+    }
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str, dict[str, Any]]]:
+    """Kind → (folder, its file of weights, its config). The base is "base", beside them."""
+    peft = pytest.importorskip("peft")
+    root = tmp_path_factory.mktemp("adapters")
+    found = {}
+    for kind, config in kinds().items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            peft.get_peft_model(Net(), config).save_pretrained(root / kind)
+        found[kind] = (
+            root / kind,
+            "adapter_model.safetensors",
+            json.loads((root / kind / "adapter_config.json").read_text()),
+        )
+    (root / "base").mkdir()
+    save_file(Net().state_dict(), root / "base" / "model.safetensors")
+    (root / "mlx").mkdir()
+    pair = {"layers.0.q_proj.lora_a": torch.ones(8, 2), "layers.0.q_proj.lora_b": torch.ones(2, 12)}
+    save_file(pair, root / "mlx" / "adapters.safetensors")
+    parameters = {"rank": 2, "scale": 20.0, "dropout": 0.0, "keys": ["q_proj"]}
+    told = {"model": "org/x", "fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    found["mlx"] = root / "mlx", "adapters.safetensors", told
+    (root / "diffusers").mkdir()
+    pair = load_file(root / "lora" / "adapter_model.safetensors")
+    pair = {name.replace("base_model.model.", "transformer."): W for name, W in pair.items() if "lora_" in name}
+    save_file(pair, root / "diffusers" / "pytorch_lora_weights.safetensors")
+    told = {f"transformer.{key}": value for key, value in found["lora"][2].items() if key != "peft_type"}
+    found["diffusers"] = root / "diffusers", "pytorch_lora_weights.safetensors", told
+    return found
+
+
+def merged(folder: Path, base: Path | None) -> str:
+    """The error line, or nothing where all that the adapter changes comes out in its shape."""
+    try:
+        checkpoint: Any = open_what(What(model=folder, base=base), ScanOptions()).checkpoint
+        for ref in checkpoint.shards:
+            with checkpoint.open(ref, checkpoint.source.path(ref.name)) as shard:
+                for tensor in shard.tensors:
+                    with shard.read(tensor) as raw:
+                        assert raw.shape == tensor.shape
+        checkpoint.close()
+    except ShardesdError as error:
+        return str(error)
+    return ""
+
+
+def say(folder: Path, weights: str, text: str) -> None:
+    if folder.name == "diffusers":
+        save_file(load_file(folder / weights), folder / weights, metadata={"lora_adapter_metadata": text})
+    else:
+        (folder / "adapter_config.json").write_text(text)
+
+
+@quick(1500)
+@given(seed=SEEDS)
+def test_adapters(
+    adapters: dict[str, tuple[Path, str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Each key of a config with a value of another kind."""
+
+    def offline(address: object) -> None:
+        raise Offline("no network")
+
+    monkeypatch.setattr("shardesd.source.hub.open_hub", offline)
+    rng = random.Random(seed)
+    folder, weights, config = adapters[rng.choice(list(adapters))]
+    if rng.random() < 0.2:
+        config = mutated(config, rng)
+    else:
+        config = copy.deepcopy(config)
+        *way, key = rng.choice(list(walk(config)))
+        inner: Any = config
+        for step in way:
+            inner = inner[step]
+        inner[key] = rng.choice([*ODD_IN_ADAPTERS, DEEP])
+    depth = rng.choice([50, 400, 900, 970, 5000])
+    say(folder, weights, json.dumps(config).replace(json.dumps(DEEP), "[" * depth + "]" * depth))
+    assert "\n" not in merged(folder, rng.choice([None, folder.parent / "base", folder.parent / "base"]))
+
+
+def test_the_unchanged_adapters_merge(adapters: dict[str, tuple[Path, str, dict[str, Any]]]) -> None:
+    for folder, weights, config in adapters.values():
+        say(folder, weights, json.dumps(config))
+        assert merged(folder, folder.parent / "base") == ""
+
+
+@quick(3000)
+@given(seed=SEEDS)
+def test_patterns(seed: int) -> None:
+    """They match what `re` says that they match."""
+    rng = random.Random(seed)
+    signs = ["a", "b", "1", ".", r"\.", r"\d", r"\b", "[ab]", "[^a]", "(", "(?:", "(?=", "(?!", ")", "|", "^", "$"]
+    signs += ["*", "+", "?", "*?", "{2}", "{,2}", "{1,}", "{", "}"]
+    pattern = "".join(rng.choice(signs) for _ in range(rng.randint(1, 7)))
+    names = ["".join(rng.choice("ab.1") for _ in range(rng.randint(0, 6))) for _ in range(5)]
+    # What Python 3.10 doesn't know ("a++"), and a look-ahead in another, are refused.
+    refused = re.search(r"[+*?}]\+", pattern) is not None or pattern.count("(?=") + pattern.count("(?!") > 1
+    ours = answers(tail, pattern, names)
+    assert ours == answers(slow_tail, pattern, names) or (refused and ours is None)
+
+
+def slow_tail(pattern: str) -> Callable[[str], object]:
+    return re.compile(rf"(.*\.)?({pattern})$").match
+
+
+def answers(kind: Callable[[str], Callable[[str], object]], pattern: str, names: list[str]) -> list[bool] | None:
+    """Which names match; None where the pattern is refused."""
+    try:
+        matcher = kind(pattern)
+    except (ValueError, re.error):
+        return None
+    return [bool(matcher(name)) for name in names]
