@@ -107,7 +107,8 @@ def _told(source: Source) -> tuple[str | None, str | None]:
     names = {file.name for file in source.files()}
     if is_adapter(names) and CONFIG_NAME in names:
         config = _json(source.path(CONFIG_NAME))
-        kind = str(config.get("peft_type") or "adapter").lower()
+        kind = config.get("peft_type")
+        kind = kind.lower() if isinstance(kind, str) and kind else "adapter"
         base = config.get("base_model_name_or_path")
         return (base if isinstance(base, str) and base else None), kind
     if "README.md" in names:
@@ -116,7 +117,7 @@ def _told(source: Source) -> tuple[str | None, str | None]:
 
         try:
             card = metadata_load(source.path("README.md")) or {}
-        except (OSError, ValueError, YAMLError):  # a card is written by hand
+        except (OSError, ValueError, YAMLError, RecursionError):  # a card is written by hand
             return None, None
         base = card.get("base_model")
         base = base[0] if isinstance(base, list) and len(base) == 1 else base

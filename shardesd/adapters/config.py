@@ -113,19 +113,24 @@ class AdapterConfig:
 
 
 def parse_config(
-    data: Mapping[str, Any], *, where: str, lora_alpha: float | None = None, allow_residual_base: bool = False
+    data: Mapping[str, Any],
+    *,
+    where: str,
+    file: str = CONFIG_NAME,
+    lora_alpha: float | None = None,
+    allow_residual_base: bool = False,
 ) -> AdapterConfig:
-    """The parsed `adapter_config.json` of an adapter called `where` in messages.
+    """The parsed config, from `file`, of an adapter called `where` in messages.
 
     `lora_alpha` replaces the config's α. `allow_residual_base` accepts adapters whose initialisation changed the base
     (PiSSA, OLoRA …), for a base that already is the residual one. Raises `UnsupportedAdapter` and `MalformedAdapter`.
     """
-    values = Values(where=where, data=data)
+    values = Values(where=where, data=data, file=file)
     if "peft_type" not in data and ("lora_parameters" in data or "fine_tune_type" in data):
         return _parse_mlx(values)
     peft_type = (values.text("peft_type") or "").upper()
     if not peft_type:
-        raise MalformedAdapter(f"{where}: {CONFIG_NAME} has no peft_type; expected one of {', '.join(MERGEABLE)}")
+        raise MalformedAdapter(f"{where}: {file} has no peft_type; expected one of {', '.join(MERGEABLE)}")
     if peft_type in REFUSED:
         raise UnsupportedAdapter(f"{where}: peft_type {peft_type} can't be merged from files: {REFUSED[peft_type]}")
     if peft_type not in MERGEABLE:
@@ -185,7 +190,7 @@ def _parse_mlx(values: Values) -> AdapterConfig:
     scale = parameters.number("scale")
     if kind != "full" and scale is None:
         raise MalformedAdapter(
-            f"{values.where}: lora_parameters.scale is missing in {CONFIG_NAME}, so the delta's size is unknown"
+            f"{values.where}: lora_parameters.scale is missing in {values.file}, so the delta's size is unknown"
         )
     return AdapterConfig(
         dialect="mlx",

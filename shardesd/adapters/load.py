@@ -138,7 +138,13 @@ def load_adapter(
     if data is None:
         parsed = _guessed(tensors, name, weights.name, lora_alpha)
     else:
-        parsed = parse_config(data, where=name, lora_alpha=lora_alpha, allow_residual_base=allow_residual_base)
+        parsed = parse_config(
+            data,
+            where=name,
+            file=CONFIG_NAME if config is not None else f"the metadata of {weights.name}",
+            lora_alpha=lora_alpha,
+            allow_residual_base=allow_residual_base,
+        )
         if config is None:
             parsed = replace(parsed, dialect="diffusers")
     return Adapter(

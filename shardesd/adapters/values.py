@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from shardesd.adapters.patterns import Matcher, tail, whole
@@ -27,6 +27,8 @@ class Values:
     where: str
     """Whose it is, as messages name it."""
     data: Mapping[str, Any] = field(default_factory=dict)
+    file: str = CONFIG_NAME
+    """Where it stands, as messages name it."""
     section: str = ""
     """Keys in front of these, with their dots."""
 
@@ -66,7 +68,7 @@ class Values:
         value = self.data.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.refusal(key, value, "an object")
-        return Values(where=self.where, data=value or {}, section=f"{self.section}{key}.")
+        return replace(self, data=value or {}, section=f"{self.section}{key}.")
 
     def numbers_by_pattern(self, key: str) -> Patterns[float]:
         return self._by_pattern(key, self._number)
@@ -80,14 +82,14 @@ class Values:
             return kind(pattern)
         except ValueError as error:
             raise MalformedAdapter(
-                f"{self.where}: {reprlib.repr(pattern)} of {self.section}{key} in {CONFIG_NAME} is no regular "
+                f"{self.where}: {reprlib.repr(pattern)} of {self.section}{key} in {self.file} is no regular "
                 f"expression that can be matched: {error}"
             ) from None
 
     def refusal(self, key: str, value: Any, expected: str) -> MalformedAdapter:
         """What to raise for a value that is not what was expected."""
         return MalformedAdapter(
-            f"{self.where}: {self.section}{key} {reprlib.repr(value)} in {CONFIG_NAME} is invalid (expected {expected})"
+            f"{self.where}: {self.section}{key} {reprlib.repr(value)} in {self.file} is invalid (expected {expected})"
         )
 
     def _by_pattern(self, key: str, kind: Callable[[str, Any], _V]) -> Patterns[_V]:

@@ -84,6 +84,18 @@ def test_a_path_that_is_not_here(adapter: Callable[..., Path]) -> None:
         reference(adapter("a", "/home/somebody/llama"))
 
 
+@pytest.mark.parametrize("text", ["x" * 5000, "/" + "x" * 5000, "~\0", "~\0@main", "a b", "\ud800"])
+def test_a_name_that_nothing_can_have(text: str, adapter: Callable[..., Path]) -> None:
+    for folder in (adapter("a", text), adapter("b", None, f"---\nbase_model: {json.dumps(text)}\n---\n")):
+        with pytest.raises((MalformedAdapter, NotFound), match=r"^[ab]: its base '.*--base"):
+            resolve_chain([open_source(folder)], open_)
+
+
+def test_a_revision_that_no_branch_can_have(adapter: Callable[..., Path]) -> None:
+    with pytest.raises(NotFound, match=r"a: its base 'org/x' .*revision 'a b' of 'org/x' is invalid.*--base"):
+        resolve_chain([open_source(adapter("a", "org/x", revision="a b"))], open_)
+
+
 @pytest.mark.parametrize("text", ["../base", "./../base"])
 def test_a_path_relative_to_the_adapter(text: str, tmp_path: Path, adapter: Callable[..., Path]) -> None:
     (tmp_path / "base").mkdir()

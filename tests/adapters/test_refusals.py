@@ -102,6 +102,72 @@ def test_alpha_that_is_no_number() -> None:
     refused(MalformedAdapter, "lora_alpha 'x' in adapter_config.json is invalid", pair(), {**LORA, "lora_alpha": "x"})
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("lora_alpha", 10**400, r"lora_alpha 10+\.\.\.0+ in adapter_config.json is invalid .expected a number"),
+        ("lora_alpha", True, "lora_alpha True .*expected a number"),
+        ("lora_alpha", float("nan"), "lora_alpha nan .*expected a number"),
+        ("r", 10**400, "r 10.*expected a whole number from 1 to"),
+        ("use_dora", "false", "use_dora 'false' .*expected true or false"),
+        ("modules_to_save", True, "modules_to_save True .*expected a list of names"),
+        ("modules_to_save", "norm", "modules_to_save 'norm' .*expected a list of names"),
+        ("target_parameters", [7], r"target_parameters \[7\] .*expected a list of names"),
+        ("feedforward_modules", 5, "feedforward_modules 5 .*expected a list of names"),
+        ("rank_pattern", [1], r"rank_pattern \[1\] .*expected an object"),
+        ("rank_pattern", {"q": 2.5}, r"rank_pattern.q 2.5 .*expected a whole number"),
+        ("rank_pattern", {"(": 2}, r"'\(' of rank_pattern .*no regular expression.*: missing|a '\(' has no"),
+        ("alpha_pattern", "x", "alpha_pattern 'x' .*expected an object"),
+        ("alpha_pattern", {"q": "8"}, "alpha_pattern.q '8' .*expected a number"),
+        ("alpha_pattern", {"a++": 8}, r"'a\+\+' of alpha_pattern .*nothing that '\+' could repeat"),
+        ("alpha_pattern", {"(a{999}){999}": 8}, "of alpha_pattern .*more than 5,000 steps"),
+        ("layer_replication", [[0, 10**9]], r"layer_replication .*10,000 layers at most"),
+        ("trainable_token_indices", [1.5], "trainable_token_indices .*expected lists of row numbers"),
+        ("trainable_token_indices", {"q": [-1]}, "trainable_token_indices .*expected lists of row numbers"),
+        ("use_bdlora", True, "use_bdlora True .*expected an object"),
+        ("peft_type", ["LORA"], r"peft_type \['LORA'\] .*expected a text"),
+        ("base_model_name_or_path", [1], r"base_model_name_or_path \[1\] .*expected a text"),
+        ("revision", 5, "revision 5 .*expected a text"),
+        ("peft_version", 5, "peft_version 5 .*expected a text"),
+    ],
+)
+def test_values_of_another_kind(option: str, value: Any, why: str) -> None:
+    refused(MalformedAdapter, why, pair(), {**LORA, option: value})
+
+
+def test_values_of_another_kind_in_mlxs_config() -> None:
+    for parameters, why in (([1], "expected an object"), ({"scale": "20"}, "scale '20' .*expected a number")):
+        refused(MalformedAdapter, f"lora_parameters.*{why}", pair(), {"lora_parameters": parameters})
+
+
+@pytest.mark.parametrize("terms", [0, 10**9, 2.5])
+def test_neumann_terms_without_end(terms: Any) -> None:
+    tensors = {f"{M}.oft_R.weight": torch.ones(2, 1)}
+    config = {"peft_type": "OFT", "num_cayley_neumann_terms": terms}
+    refused(MalformedAdapter, f"num_cayley_neumann_terms {terms} .*from 1 to 1000", tensors, config)
+
+
+@pytest.mark.parametrize(
+    ("key", "alpha"),
+    [
+        ("layers.0.q", 9),
+        ("q", 9),
+        (r".*\.q", 9),
+        (r"^layers\.(0|1)\..*", 9),
+        (r"layers\.\d+\.(q|k)", 9),
+        (r"(?!.*k$)layers.+", 9),
+        ("layers.1.q", 4),
+        # `re` would not come to an end of these.
+        ("((x|[a-z_.0-9])*)*!", 4),
+        ("(a|.|[a-z]*)*" * 9 + "!", 4),
+        (".*" * 99 + "!", 4),
+    ],
+)
+def test_keys_of_patterns(key: str, alpha: int) -> None:
+    config = parse_config({**LORA, "alpha_pattern": {key: 9}}, where="org/a")
+    assert config.alpha_of("layers.0.q") == alpha
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (8,), (0,)])
 def test_empty_or_flat_factors(shape: tuple[int, ...]) -> None:
     tensors = pair(**{f"{M}.lora_A.weight": torch.ones(shape)})
@@ -273,6 +339,8 @@ def test_a_config_that_is_not_json(tmp_path: Path) -> None:
         load_adapter(open_source(write(tmp_path / "one", "{", pair())))
     with pytest.raises(MalformedAdapter, match="is not a JSON object"):
         load_adapter(open_source(write(tmp_path / "two", "[]", pair())))
+    with pytest.raises(MalformedAdapter, match=r"three: adapter_config.json (can't be read|has no peft_type)"):
+        load_adapter(open_source(write(tmp_path / "three", '{"a":' * 5000 + "1" + "}" * 5000, pair())))
 
 
 def test_bin_weights(tmp_path: Path) -> None:

@@ -465,7 +465,7 @@ ODD_IN_ADAPTERS = [
         "(?=.*){9}" * 99,
         ".*" * 99 + "!",
     ),
-    *([1], ["x"], [-1], [1.5], [[0, 1]], [[0, 1], [0, 10**9]], [[0, 1]] * 20_000, [0, 1], {"x": 1}, {"x": "1"}),
+    *([1], ["x"], [-1], [1.5], [[0, 1]], [[0, 1], [0, 10**9]], [[0, 2]] * 6000, [0, 1], {"x": 1}, {"x": "1"}),
     *({"": [1]}, {"q_proj": 10**400}, {"q_proj": 2}, {"q_proj": None}, {"q_proj": [True, False]}, {"nblocks": -1}),
 ]
 DEEP = "\ue000"
@@ -624,6 +624,6 @@ def answers(kind: Callable[[str], Callable[[str], object]], pattern: str, names:
     """Which names match; None where the pattern is refused."""
     try:
         matcher = kind(pattern)
-    except (ValueError, re.error):
+    except (ValueError, re.error, DeprecationWarning):  # of "(?a)", in Python 3.10
         return None
     return [bool(matcher(name)) for name in names]
