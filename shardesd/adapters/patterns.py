@@ -49,9 +49,8 @@ def whole(pattern: str) -> Matcher:
 def _matcher(given: str, pattern: str) -> Matcher:
     if len(given) > _MOST:
         raise ValueError(f"it has more than {_MOST:,} characters")
-    if (
-        _CHOICE.search(given) is None
-    ):  # a module's name, as most are: `re` is the fastest, and has nowhere to go back to
+    if _CHOICE.search(given) is None:
+        # A module's name, as most are: `re` is faster, and has next to nothing to go back to.
         return _compiled(pattern)
     try:
         parser = _Parser(pattern)
