@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from shardesd.adapters.patterns import Matcher, tail, whole
+from shardesd.adapters.patterns import SECONDS, Matcher, tail, whole
 from shardesd.errors import MalformedAdapter
 
 CONFIG_NAME = "adapter_config.json"
@@ -77,14 +77,22 @@ class Values:
         return self._by_pattern(key, self._count)
 
     def pattern(self, key: str, pattern: str, kind: Callable[[str], Matcher] = whole) -> Matcher:
-        """What matches by a regular expression of this key."""
+        """What matches by a regular expression of this key. Raises `MalformedAdapter`, as what it gives does."""
+        said = f"{self.where}: {reprlib.repr(pattern)} of {self.section}{key} in {self.file}"
         try:
-            return kind(pattern)
+            match = kind(pattern)
         except ValueError as error:
-            raise MalformedAdapter(
-                f"{self.where}: {reprlib.repr(pattern)} of {self.section}{key} in {self.file} is no regular "
-                f"expression that can be matched: {error}"
-            ) from None
+            raise MalformedAdapter(f"{said} is no regular expression: {error}") from None
+
+        def matches(name: str) -> bool:
+            try:
+                return match(name)
+            except TimeoutError:
+                raise MalformedAdapter(
+                    f"{said} takes more than {SECONDS:.0f} s to match '{name}'; write it without nested repeats"
+                ) from None
+
+        return matches
 
     def refusal(self, key: str, value: Any, expected: str) -> MalformedAdapter:
         """What to raise for a value that is not what was expected."""

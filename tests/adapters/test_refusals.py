@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftType, VeraConfig
 from peft_cases import llama, make_case, refs_of
 from safetensors.torch import load_file, save_file
 
-from shardesd.adapters import apply, parse_config, plan_merge
+from shardesd.adapters import apply, parse_config, patterns, plan_merge
 from shardesd.adapters.config import MERGEABLE, REFUSED
 from shardesd.adapters.load import adapter_from_tensors, load_adapter
 from shardesd.errors import (
@@ -116,11 +116,9 @@ def test_alpha_that_is_no_number() -> None:
         ("feedforward_modules", 5, "feedforward_modules 5 .*expected a list of names"),
         ("rank_pattern", [1], r"rank_pattern \[1\] .*expected an object"),
         ("rank_pattern", {"q": 2.5}, r"rank_pattern.q 2.5 .*expected a whole number"),
-        ("rank_pattern", {"(": 2}, r"'\(' of rank_pattern .*no regular expression.*: missing|a '\(' has no"),
+        ("rank_pattern", {"(": 2}, r"'\(' of rank_pattern .*no regular expression: missing"),
         ("alpha_pattern", "x", "alpha_pattern 'x' .*expected an object"),
         ("alpha_pattern", {"q": "8"}, "alpha_pattern.q '8' .*expected a number"),
-        ("alpha_pattern", {"a++": 8}, r"'a\+\+' of alpha_pattern .*nothing that '\+' could repeat"),
-        ("alpha_pattern", {"(a{999}){999}": 8}, "of alpha_pattern .*more than 5,000 steps"),
         ("layer_replication", [[0, 10**9]], r"layer_replication .*10,000 layers at most"),
         ("trainable_token_indices", [1.5], "trainable_token_indices .*expected lists of row numbers"),
         ("trainable_token_indices", {"q": [-1]}, "trainable_token_indices .*expected lists of row numbers"),
@@ -157,7 +155,7 @@ def test_neumann_terms_without_end(terms: Any) -> None:
         (r"layers\.\d+\.(q|k)", 9),
         (r"(?!.*k$)layers.+", 9),
         ("layers.1.q", 4),
-        # `re` would not come to an end of these.
+        # `re` would not come to an end of these, nor of the next test's.
         ("((x|[a-z_.0-9])*)*!", 4),
         ("(a|.|[a-z]*)*" * 9 + "!", 4),
         (".*" * 99 + "!", 4),
@@ -166,6 +164,13 @@ def test_neumann_terms_without_end(terms: Any) -> None:
 def test_keys_of_patterns(key: str, alpha: int) -> None:
     config = parse_config({**LORA, "alpha_pattern": {key: 9}}, where="org/a")
     assert config.alpha_of("layers.0.q") == alpha
+
+
+def test_a_pattern_that_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "SECONDS", 0.1)
+    config = parse_config({**LORA, "alpha_pattern": {r"(?:(?:\w|.)*)*(?<=Z)": 9}}, where="org/a")
+    with pytest.raises(MalformedAdapter, match=r"^org/a: .* of alpha_pattern in adapter_config.json takes more than"):
+        config.alpha_of("model.layers.0.self_attn.q_proj")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (8,), (0,)])

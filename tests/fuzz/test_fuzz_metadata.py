@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import re
 import struct
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardesd import matrices
-from shardesd.adapters.patterns import tail
 from shardesd.checkpoint import open_checkpoint
 from shardesd.checkpoint.header import DTYPE_BITS
 from shardesd.errors import Offline, ShardesdError
@@ -599,31 +597,3 @@ def test_the_unchanged_adapters_merge(adapters: dict[str, tuple[Path, str, dict[
     for folder, weights, config in adapters.values():
         say(folder, weights, json.dumps(config))
         assert merged(folder, folder.parent / "base") == ""
-
-
-@quick(3000)
-@given(seed=SEEDS)
-def test_patterns(seed: int) -> None:
-    """They match what `re` says that they match."""
-    rng = random.Random(seed)
-    signs = ["a", "b", "1", ".", r"\.", r"\d", r"\b", "[ab]", "[^a]", "(", "(?:", "(?=", "(?!", ")", "|", "^", "$"]
-    signs += ["*", "+", "?", "*?", "{2}", "{,2}", "{1,}", "{", "}"]
-    pattern = "".join(rng.choice(signs) for _ in range(rng.randint(1, 7)))
-    names = ["".join(rng.choice("ab.1") for _ in range(rng.randint(0, 6))) for _ in range(5)]
-    # What Python 3.10 doesn't know ("a++"), and a look-ahead in another, are refused.
-    refused = re.search(r"[+*?}]\+", pattern) is not None or pattern.count("(?=") + pattern.count("(?!") > 1
-    ours = answers(tail, pattern, names)
-    assert ours == answers(slow_tail, pattern, names) or (refused and ours is None)
-
-
-def slow_tail(pattern: str) -> Callable[[str], object]:
-    return re.compile(rf"(.*\.)?({pattern})$").match
-
-
-def answers(kind: Callable[[str], Callable[[str], object]], pattern: str, names: list[str]) -> list[bool] | None:
-    """Which names match; None where the pattern is refused."""
-    try:
-        matcher = kind(pattern)
-    except (ValueError, re.error, DeprecationWarning):  # of "(?a)", in Python 3.10
-        return None
-    return [bool(matcher(name)) for name in names]
