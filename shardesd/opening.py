@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+from shardesd import matrices
 from shardesd.adapters import MergedCheckpoint, is_adapter, looks_like_adapter, open_peft, resolve_chain
 from shardesd.adapters.values import LARGEST
 from shardesd.checkpoint import Checkpoint, MinusCheckpoint, Shard, open_checkpoint, open_live, open_local, open_shard
 from shardesd.errors import NoRanges, OptionError
 from shardesd.options import ScanOptions
-from shardesd.records import ShardRef
+from shardesd.records import MatrixRef, ShardRef, TensorRef
 from shardesd.source import Source, open_source
 
 if TYPE_CHECKING:
@@ -109,8 +110,15 @@ def _difference(what: What, options: ScanOptions) -> Opened:
         pair[0] = open_source(_named(what.model), revision=what.revision)
     one, other = (_complete(_stored(source, options)) for source in pair)
     _refuse_adapters_options(what, pair[0].model_id)
+    context = matrices.Context(
+        config=one.config, names=one.names, options=options, hints=one.hints, table=matrices.user_table(options.layout)
+    )
+
+    def is_weight(tensor: TensorRef) -> bool:
+        return any(isinstance(item, MatrixRef) for item in matrices.plan(tensor, context))
+
     return Opened(
-        checkpoint=MinusCheckpoint(one, other),
+        checkpoint=MinusCheckpoint(one, other, is_weight),
         model_id=f"{pair[0].model_id}-minus-{pair[1].model_id.rpartition('/')[2]}",
         revision=pair[0].revision,
         source_model=pair[1].model_id,

@@ -36,7 +36,7 @@ ROOMS: dict[str, list[str]] = {
         *("source", "checkpoint", "matrices", "spectra", "keep", "engine"),
         *("solver", "statistics", "ties", "wanted", "keys"),
     ],
-    "opening": ["source", "checkpoint", "adapters"],
+    "opening": ["source", "checkpoint", "adapters", "matrices"],
     "scanner": [
         *("opening", "pipeline", "source", "checkpoint", "matrices", "spectra", "keep", "metrics", "engine"),
         "results",

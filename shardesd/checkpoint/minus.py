@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from shardesd.checkpoint.elements import StoredMatrix, element_word
 from shardesd.checkpoint.interface import Checkpoint, Shard
-from shardesd.errors import CheckpointError
+from shardesd.errors import CheckpointError, MatrixError
 from shardesd.records import ShardRef, TensorRef
 
 if TYPE_CHECKING:
@@ -23,26 +24,45 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class MinusCheckpoint:
-    """`one` − `other`, in float64. A `Checkpoint`; every floating-point tensor of `one` must be in `other` too.
+    """`one` − `other`, in float64. A `Checkpoint`; every floating-point weight of `one` must be in `other` too.
 
-    Raises `CheckpointError` that names the first tensor that isn't, or that has another shape there.
+    Raises `CheckpointError` that names the first one that isn't, or that has another shape there. A weight whose
+    elements can't be had there has a `TensorRef.problem`.
     """
 
     ties: Mapping[str, str] = {}
     distinct: frozenset[str] = frozenset()
 
-    def __init__(self, one: Checkpoint, other: Checkpoint) -> None:
+    def __init__(self, one: Checkpoint, other: Checkpoint, is_weight: Callable[[TensorRef], bool]) -> None:
+        """`is_weight`: whether a tensor of `one` is to be analysed. What isn't (a norm, a scale of inputs, rotary
+        frequencies) need not be in both."""
         self.one, self.other = one, other
         self.source: Source = one.source
         self._others = {tensor.name: tensor for tensor in other.tensors()}
+        self._alone: dict[str, str] = {}
+        """Tensors that nothing can be subtracted from, and why."""
+        self._problems: dict[str, str] = {}
+        """Of the weights among them."""
         for tensor in one.tensors():
+            if tensor.dtype not in _FLOATS or tensor.problem:
+                continue
             twin = self._others.get(tensor.name)
-            if tensor.dtype in _FLOATS and (twin is None or twin.shape != tensor.shape):
+            if twin is not None and (twin.problem or twin.dtype not in _FLOATS):
+                reason = twin.problem or f"elements of {twin.dtype} can't be subtracted"
+                why = f"in {other.source.model_id}: {reason}"
+                if is_weight(tensor):
+                    self._problems[tensor.name] = why
+            elif twin is None or twin.shape != tensor.shape:
                 has = "has no such tensor" if twin is None else f"has it as {list(twin.shape)}"
-                raise CheckpointError(
-                    f"tensor '{tensor.name}' of {one.source.model_id} is {list(tensor.shape)}, but "
-                    f"{other.source.model_id} {has}: --minus needs two checkpoints of one shape"
-                )
+                why = f"{other.source.model_id} {has}"
+                if is_weight(tensor):
+                    raise CheckpointError(
+                        f"tensor '{tensor.name}' of {one.source.model_id} is {list(tensor.shape)}, but "
+                        f"{why}: --minus needs two checkpoints of one shape"
+                    )
+            else:
+                continue
+            self._alone[tensor.name] = why
         self._lock = threading.Lock()
         self._opened: dict[str, Shard] = {}
 
@@ -78,7 +98,7 @@ class MinusCheckpoint:
 
     def tensors(self) -> tuple[TensorRef, ...]:
         """The first's."""
-        return self.one.tensors()
+        return self._judged(self.one.tensors())
 
     def open(self, shard: ShardRef, path: Path) -> MinusShard:
         """See `Checkpoint.open`."""
@@ -107,7 +127,15 @@ class MinusCheckpoint:
                 shard.close()
             self._opened.clear()
 
+    def _judged(self, tensors: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+        """Tensors of the first, those with their problem that can't be read in the second."""
+        if not self._problems:
+            return tensors
+        return tuple(replace(t, problem=self._problems[t.name]) if t.name in self._problems else t for t in tensors)
+
     def _other(self, name: str) -> tuple[TensorRef, Shard]:
+        if name in self._alone:
+            raise MatrixError(self._alone[name])
         tensor = self._others[name]
         with self._lock:
             if tensor.shard not in self._opened:
@@ -123,7 +151,8 @@ class MinusShard:
         self._one = one
         self._checkpoint = checkpoint
         self.ref, self.path, self.nbytes = one.ref, one.path, one.nbytes
-        self.tensors, self.metadata, self.header_sha256 = one.tensors, one.metadata, one.header_sha256
+        self.tensors, self.metadata = checkpoint._judged(one.tensors), one.metadata
+        self.header_sha256 = one.header_sha256
         self.on_server = one.on_server
 
     @contextmanager

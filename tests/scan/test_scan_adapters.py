@@ -163,6 +163,22 @@ def test_a_difference_of_two_checkpoints(tmp_path: Path) -> None:
         shardesd.scan(tmp_path / "tuned", minus=tmp_path / "smaller")
 
 
+def test_a_difference_needs_no_more_than_the_weights(tmp_path: Path) -> None:
+    """Scales of inputs, rotary frequencies and a longer vocabulary end no scan; only their statistics are left out."""
+    two = random_weights(seed=2)
+    one = random_weights(seed=1) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    one |= {"model.layers.0.self_attn.q_proj.input_scale": np.ones(1, np.float32)}
+    one["model.embed_tokens.weight"] = np.ones((100, 24), np.float32)
+    result = shardesd.scan(one_file(tmp_path / "tuned", one), minus=one_file(tmp_path / "base", two), stats=True)
+    assert result.layers.height == 6
+    assert (result.layers["status"] == "ok").all()
+    assert result.stats is not None
+    empty = set(result.stats.filter(pl.col("mean").is_null())["tensor"])
+    assert empty == (one.keys() - two.keys()) | {"model.embed_tokens.weight"}
+    with pytest.raises(ShardesdError, match=r"embed_tokens.*is \[100, 24\], but base has it as \[96, 24\]"):
+        shardesd.scan(tmp_path / "tuned", minus=tmp_path / "base", embeddings=True)
+
+
 def test_a_live_peft_model() -> None:
     peft = pytest.importorskip("peft")
 

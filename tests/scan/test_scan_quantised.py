@@ -189,3 +189,28 @@ def test_stats_of_what_cannot_be_decoded_and_no_matrix_needs_are_nulls(tmp_path:
     (told,) = [event.message for event in events if isinstance(event, Notice)]
     assert told.startswith("'model.layers.1.mlp.up_proj.weight' has no statistics: ")
     assert "g_idx" in told
+
+
+def test_a_difference_gives_the_reason_of_either_side(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.down_proj"
+    plain = {f"{name}.weight": random(96, 160)}
+    transform = {"type": "random-matrix", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+    zeros = torch.zeros(96, 160)
+    packed = {f"{name}.weight_packed": torch.zeros(96, 60, dtype=torch.uint8)}
+    packed[f"{name}.weight_scale"] = torch.zeros(96, 5, dtype=torch.uint8)
+    method = {"quant_method": "compressed-tensors"}
+    store(tmp_path / "plain", plain)
+    for kind, tensors, quantization, says in (
+        ("distorted", plain, method | {"transform_config": {"config_groups": {"u": transform}}}, "no rotation"),
+        ("packed", packed, method, "can't be decoded"),
+        ("fp8", {f"{name}.weight": zeros.to(torch.float8_e4m3fn)}, {"quant_method": "fp8"}, "without scales"),
+        ("integers", {f"{name}.weight": zeros.int()}, {"quant_method": "fp8"}, "I32"),
+    ):
+        store(tmp_path / kind, tensors, quantization=quantization)
+        (row,) = shardesd.scan(tmp_path / "plain", minus=tmp_path / kind).layers.iter_rows(named=True)
+        assert (row["longname"], row["status"]) == (name, "failed")
+        assert row["reason"].startswith(f"in {kind}: ")
+        assert says in row["reason"]
+        (row,) = shardesd.scan(tmp_path / kind, minus=tmp_path / "plain").layers.iter_rows(named=True)
+        assert row["status"] == "failed"
+        assert not row["reason"].startswith("in ")
