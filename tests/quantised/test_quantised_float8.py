@@ -80,6 +80,38 @@ def test_other_blocks_need_the_config(tmp_path: Path) -> None:
     assert "block size" in problems(tmp_path / "b")[NAME]
 
 
+@pytest.mark.parametrize(
+    ("shape", "grid", "block"),
+    [
+        ((200, 130), (2, 1), None),  # of two parts, say: no block of 128 columns spans them
+        ((200, 130), (2,), None),
+        ((200, 130), (2, 1), [64, 64]),
+        ((200, 130), (2, 2), [64, 64]),
+        ((2, 129), (1, 3), None),  # 64x64 that nothing speaks of
+        ((300, 256), (1, 2), None),
+        ((96, 160), (96, 2), [1, 64]),
+    ],
+    ids=str,
+)
+def test_a_block_that_neither_config_nor_shapes_tell_is_refused(
+    tmp_path: Path, shape: tuple[int, int], grid: tuple[int, ...], block: list[int] | None
+) -> None:
+    config = {"quant_method": "fp8"} | ({"weight_block_size": block} if block else {})
+    store(tmp_path, {NAME: codes(*shape), NAME + "_scale": random(*grid)}, quantization=config)
+    assert "config" in problems(tmp_path)[NAME]
+    assert "block" in problems(tmp_path)[NAME]
+
+
+@pytest.mark.parametrize("grid", [(1,), (1, 1), (40,), (40, 1), (1, 72), (40, 3)])
+def test_scales_that_are_of_no_block_of_the_configs(tmp_path: Path, grid: tuple[int, ...]) -> None:
+    """A model's other weights may be in blocks: shapes with one answer need none."""
+    W, scale = codes(40, 72), random(*grid)
+    config = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    store(tmp_path, {NAME: W, NAME + "_scale": scale}, quantization=config)
+    wide = scale.reshape(-1, 1) if scale.ndim < 2 else scale.repeat_interleave(24, 1) if grid == (40, 3) else scale
+    assert same(decoded(tmp_path)[NAME], W.float() * wide)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
 def test_integer_scales_are_powers_of_two(tmp_path: Path, dtype: torch.dtype) -> None:
     W = codes(64, 96)

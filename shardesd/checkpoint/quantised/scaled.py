@@ -8,6 +8,7 @@ are powers of two, 2**(code − 127). bitsandbytes' int8 is W = codes · SCB · 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -173,27 +174,37 @@ def _grid_shape(scale: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, in
 
 
 def _block(shape: tuple[int, int], grid: tuple[int, int], sizes: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    def fits(length: int, count: int, size: int) -> bool:
-        return size > 0 and -(-length // size) == count
+    """Rows and columns of a block: as the config says, else as only one block can be."""
 
-    for size in sizes:
-        if all(map(fits, shape, grid, size)):
-            return size
-    found = []
-    for length, count in zip(shape, grid, strict=True):
-        if count == 1:
-            found.append(length)
-        elif count == length:
-            found.append(1)
-        elif length % count == 0 and grid[0] in (1, shape[0]):  # groups along a row are of one length
-            found.append(length // count)
-            if grid[0] < shape[0] and found[-1] != _USUAL_BLOCK and fits(length, count, _USUAL_BLOCK):
-                raise Undecodable(f"its {grid} scales may be of blocks of {found[-1]} or of {_USUAL_BLOCK} columns")
-        elif fits(length, count, _USUAL_BLOCK):
-            found.append(_USUAL_BLOCK)
-        else:
-            raise Undecodable(f"no block size divides {shape} into the {grid} scales that are there")
-    return found[0], found[1]
+    def fits(size: tuple[int, int]) -> bool:
+        return all(-(-length // side) == count for length, count, side in zip(shape, grid, size, strict=True))
+
+    def seen(size: tuple[int, int]) -> tuple[int, int]:
+        """What of a block is there: one that is longer than the weight ends with it."""
+        return min(size[0], shape[0]), min(size[1], shape[1])
+
+    said = {seen(size): size for size in sizes if fits(size)}
+    if len(said) == 1:
+        return next(iter(said.values()))
+    if said:
+        raise Undecodable(f"its {grid} scales fit several of the config's blocks: {_listed(said.values())}")
+    if all(count in (1, length) for length, count in zip(shape, grid, strict=True)):
+        return shape[0] // grid[0], shape[1] // grid[1]
+    usual = not sizes and fits((_USUAL_BLOCK, _USUAL_BLOCK))
+    equal = 0 if shape[1] % grid[1] else shape[1] // grid[1]
+    if usual and grid[0] == 1 and equal not in (0, _USUAL_BLOCK):
+        raise Undecodable(f"its {grid} scales may be of blocks of {equal} or of {_USUAL_BLOCK} columns")
+    if usual:
+        return _USUAL_BLOCK, _USUAL_BLOCK
+    if grid[0] == shape[0] and equal and all(size[0] > 1 for size in sizes):
+        return 1, equal  # groups along a row are of one length
+    if sizes:
+        raise Undecodable(f"{grid} scales for {shape} codes are not of the config's blocks of {_listed(sizes)}")
+    raise Undecodable(f"neither the config nor the shapes tell the block size of {grid} scales for {shape} codes")
+
+
+def _listed(sizes: Iterable[tuple[int, int]]) -> str:
+    return ", ".join(f"{height}x{width}" for height, width in sizes)
 
 
 def _block_name(block: tuple[int, int], shape: tuple[int, int], grid: tuple[int, int]) -> str:
