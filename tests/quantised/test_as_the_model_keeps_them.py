@@ -288,7 +288,10 @@ def test_groups_of_inputs_out_of_order_are_refused(tmp_path: Path) -> None:
     torch.manual_seed(0)
     codes, scales = torch.randint(-127, 128, (64, 128), dtype=torch.int8), torch.rand(64, 4) + 0.1
     ordered = torch.arange(128, dtype=torch.int32) // 32
-    for number, (groups, status) in enumerate([(ordered, "ok"), (ordered.flip(0), "failed")]):
+    uneven = torch.tensor([0] * 10 + [1] * 54 + [2] * 32 + [3] * 32, dtype=torch.int32)
+    unsaid = torch.full_like(ordered, -1)
+    cases = [(ordered, "ok"), (unsaid, "ok"), (ordered.flip(0), "failed"), (uneven, "failed"), (ordered[:64], "failed")]
+    for number, (groups, status) in enumerate(cases):
         parts = {"weight": codes, "weight_scale": scales, "weight_g_idx": groups}
         result = scan(stored(tmp_path / f"m{number}", {f"l.0.up_proj.{end}": part for end, part in parts.items()}))
         assert result.layers["status"].to_list() == [status]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from shardesd.checkpoint.quantised import bitsandbytes, comfy, fp4, packed, scaled
 from shardesd.checkpoint.quantised.beside import Beside, owner
 from shardesd.checkpoint.quantised.codes import FLOAT8
@@ -281,19 +283,21 @@ class Modules:
         if len(scales) > 1:
             raise Undecodable(f"it has several scales: {', '.join(scale.name for scale in scales)}")
         factor, zero = parts.get("_scale_2"), parts.get("_zero_point")
-        if (groups := parts.get("_g_idx")) is not None and not _in_order(groups, read):
-            raise Undecodable(f"its groups are not of inputs in order ('{groups.name}')")
         if scales and codes.dtype == "U8":
             if zero is not None:
                 raise Undecodable("packed U8 codes with zero points are not supported")
-            return fp4.packed(codes, scales[0], factor=factor)
+            packed4 = fp4.packed(codes, scales[0], factor=factor)
+            _check_order(parts, packed4.shape[-1], packed4.shape[-1] // scales[0].shape[-1], read)
+            return packed4
         if codes.dtype == "I8" and self._settings.own_bits not in (0, 8):
             raise Undecodable(f"ChatGLM's own {self._settings.own_bits} bits (quantization_bit) are not supported")
         if scales:
             says, sizes = self._settings.scales_are, self._settings.blocks
             if says not in ("", "inverse"):
                 raise Undecodable(f"weight_scale_semantics '{says}' is not supported (only inverse is)")
-            return scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=sizes, divides=says == "inverse")
+            grid = scaled.scaled(codes, scales[0], zero=zero, factor=factor, sizes=sizes, divides=says == "inverse")
+            _check_order(parts, grid.shape[-1], grid.block[1], read)
+            return grid
         if codes.dtype not in FLOAT8:
             return None
         if self._settings.method:
@@ -301,13 +305,20 @@ class Modules:
         return scaled.plain(codes)
 
 
-def _in_order(groups: TensorRef, read: Read) -> bool:
-    """Whether inputs belong to groups one after the other, as they do where nothing is said (-1)."""
-    if groups.dtype not in INTEGERS or groups.nbytes > _MOST_GROUP_BYTES:
-        return False
-    with read(groups) as raw:
-        values = raw.reshape(-1).astype("int64")
-    return bool((values < 0).all() or (values[1:] >= values[:-1]).all())
+def _check_order(parts: Mapping[str, TensorRef], inputs: int, group: int, read: Read) -> None:
+    """Raises `Undecodable` where inputs are said to be in other groups than `group` after `group` of them.
+
+    They are in those where nothing is said (-1).
+    """
+    index = parts.get("_g_idx")
+    if index is None:
+        return
+    if index.dtype in INTEGERS and index.numel == inputs and index.nbytes <= _MOST_GROUP_BYTES:
+        with read(index) as raw:
+            values = raw.reshape(-1).astype(np.int64)
+        if (values < 0).all() or (values == np.arange(inputs) // group).all():
+            return
+    raise Undecodable(f"its groups are not of {group} inputs each, in order ('{index.name}')")
 
 
 def _required(parts: Mapping[str, TensorRef], end: str) -> TensorRef:
