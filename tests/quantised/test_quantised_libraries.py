@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quantised_files import decoded, labels, problems, random, same, store
+from quantised_files import decoded, labels, opened, problems, random, same, store
 
 import shardesd
 
@@ -237,9 +237,6 @@ def test_bitsandbytes_4bit_stacks_of_experts(tmp_path: Path, nested: bool) -> No
 def test_a_part_of_a_4bit_weight(tmp_path: Path) -> None:
     from dataclasses import replace
 
-    import numpy as np
-    from quantised_files import opened
-
     bnb_4bit(tmp_path, random(300, 98), "nf4", 64, True, torch.uint8)
     whole = decoded(tmp_path)[NAME]
     checkpoint = opened(tmp_path)
@@ -307,6 +304,50 @@ def test_torchao_in_safetensors(tmp_path: Path, kind: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
     assert same(decoded(tmp_path)["0.weight"], theirs)
     assert labels(tmp_path) == {"0.weight": "int8[channel]" if kind == "int8" else "fp8_e4m3[channel]"}
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8 in groups", "float8", "int8 of the tensor"])
+def test_torchaos_stacks_of_experts(tmp_path: Path, kind: str) -> None:
+    """Parameters of any name; their scales are no weights."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("torchao")
+        from safetensors.torch import save_file
+        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+        from torchao.quantization import (
+            Float8WeightOnlyConfig,
+            FqnToConfig,
+            Int8WeightOnlyConfig,
+            PerGroup,
+            PerTensor,
+            quantize_,
+        )
+
+        config = {
+            "int8": Int8WeightOnlyConfig(version=2),
+            "int8 in groups": Int8WeightOnlyConfig(version=2, granularity=PerGroup(8)),
+            "float8": Float8WeightOnlyConfig(),
+            "int8 of the tensor": Int8WeightOnlyConfig(version=2, granularity=PerTensor()),
+        }[kind]
+        model = torch.nn.Module()
+        model.experts = torch.nn.Module()
+        model.experts.gate_up_proj = torch.nn.Parameter(random(3, 64, 96, dtype=torch.bfloat16))
+        quantize_(model, FqnToConfig({"experts.gate_up_proj": config}), filter_fn=None)
+        theirs = model.experts.gate_up_proj.dequantize()
+        tensors, metadata = flatten_tensor_state_dict({name: W.data for name, W in model.state_dict().items()})
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+    config_json = {"num_experts": 3, "quantization_config": {"quant_method": "torchao"}}
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    found = decoded(tmp_path)
+    assert found.keys() == {"experts.gate_up_proj"}
+    assert same(found["experts.gate_up_proj"], theirs)
+    assert opened(tmp_path).names == {"experts.gate_up_proj"}
+    rows = shardesd.scan(tmp_path, device="cpu", cache=False).layers
+    assert (rows.height, set(rows["status"])) == (3, {"ok"})
+    metadata["experts.gate_up_proj"] = '{"_type": "Int4Tensor"}'
+    save_file(tensors, tmp_path / "model.safetensors", metadata=metadata)
+    assert problems(tmp_path).keys() == {"experts.gate_up_proj"}
+    assert "Int4Tensor is not supported" in problems(tmp_path)["experts.gate_up_proj"]
 
 
 def test_torchaos_packed_tensors_are_refused_by_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ _HARMLESS = re.compile(
     r"|(?:\w+_)?(?:input|output|act|activation|bias)_(?:scale(?:_inv|_ub)?|global_scale|zero_point|offset|g_idx)"
     r"|(?:input|output|act)_(?:a?max|min)|scale_input|in_scale|deq_scale|prob_scale|(?:\w+_quantizer\.)?qscale_act"
     r"|(?:[kqv]|kv)(?:_cache)?_(?:scale|zero_point|offset|global_scale)"
-    r"|(?:input|output|\w_bmm)_quantizer\._amax|_?weight_act_quant_(?:scale|zero_point)"
+    r"|(?:input|output|\w_bmm)_quantizer\._amax|\w+_act_quant_(?:scale|zero_point)"
     # read beforehand, or of use to a kernel alone
     r"|weight_shape|weight_format|comfy_quant|weight\.quant_state\.\w+|(?:\w+_)?g_idx|qzeros|workspace"
     r"|_extra_state"

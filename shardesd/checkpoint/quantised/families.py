@@ -34,6 +34,14 @@ class Family:
     dtypes: frozenset[str] = frozenset({*INTEGERS, *FLOAT8})
     """What codes may be; empty: anything."""
 
+    def names(self, base: str) -> bool:
+        """Whether parts of a weight may be called `base` and what follows: torchao begins a parameter's with ``_``."""
+        return self.codes != "_qdata" or "._" in base[base.rfind(".") :]
+
+    def name(self, base: str) -> str:
+        """What the weight is called."""
+        return ".".join(base.rsplit("._", 1)) if self.codes == "_qdata" else base + self.weight
+
 
 _SCALES = ("_scale_inv", "_scale", "_scale_2", "_zero_point", "_g_idx")
 _BITSANDBYTES = (
@@ -79,6 +87,7 @@ FAMILIES = (
     Family("quanto", ".weight._data", (".weight._scale",), needs=(".weight._scale",), dtypes=frozenset()),
     Family("quanto", ".weight._data._data", (".weight._scale", ".weight._shift"), needs=(".weight._scale",)),
     # Parameters that are called weights nowhere: stacked experts.
+    Family("torchao", "_qdata", ("_scale", "_zero_point", "_scale_and_zero", "_per_tensor_scale"), ""),
     Family(
         "codes",
         "",
@@ -94,8 +103,8 @@ def owners(name: str) -> Iterator[tuple[Family, str]]:
     """The families that `name` may be a part of beside the codes, each with the module's name."""
     for family in FAMILIES:
         for end in family.others:
-            if name.endswith(end):
-                yield family, name.removesuffix(end)
+            if name.endswith(end) and family.names(base := name.removesuffix(end)):
+                yield family, base
 
 
 def weight_names(names: Iterable[str]) -> frozenset[str]:
@@ -112,7 +121,7 @@ def _weight(name: str, stored: frozenset[str]) -> Iterator[str]:
     for family in FAMILIES:
         if family.kind != "codes" and name.endswith(family.codes):
             base = name.removesuffix(family.codes)
-            if any(base + end in stored for end in family.others):
-                yield base + family.weight
+            if family.names(base) and any(base + end in stored for end in family.others):
+                yield family.name(base)
                 return
     yield name

@@ -147,7 +147,7 @@ class Modules:
         except (Undecodable, MatrixError) as error:
             if complete:
                 why = f"quantised weight can't be decoded: {error}"
-                yield replace(tensor, name=base + family.weight, problem=why)
+                yield replace(tensor, name=family.name(base), problem=why)
             else:  # an index need not list all that its shards hold
                 self._waiting.append(tensor)
             return
@@ -158,8 +158,8 @@ class Modules:
         else:
             if family.kind == "words" or isinstance(encoding, bitsandbytes.Blockwise4) or ".SCB" in parts:
                 # Whose layers are linear ones, whatever the model's own are.
-                encoding = turned(encoding) if is_conv1d(base + family.weight, self._model_type) else encoding
-            seen = decoded(encoding, base + family.weight)
+                encoding = turned(encoding) if is_conv1d(family.name(base), self._model_type) else encoding
+            seen = decoded(encoding, family.name(base))
             kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
             yield replace(seen, shape=tensor.shape) if kernel else seen
 
@@ -179,7 +179,7 @@ class Modules:
         for family in FAMILIES if tensor.name.endswith(_CODES) else _UNNAMED:
             if tensor.name.endswith(family.codes):
                 base = tensor.name.removesuffix(family.codes)
-                if self._is_codes(tensor, family, base, to_come):
+                if family.names(base) and self._is_codes(tensor, family, base, to_come):
                     return family, base
         return None
 
@@ -226,11 +226,11 @@ class Modules:
         if kind == "blocks":
             return fp4.gpt_oss(codes, parts["_scales"])
         if kind == "torchao":
-            scale = _required(parts, "._weight_scale")
-            kind = self._types.get(f"{codes.name.removesuffix('._weight_qdata')}.weight", "unknown tensor")
+            kind = self._types.get(family.name(codes.name.removesuffix(family.codes)), "unknown tensor")
             if kind not in _TORCHAO:
                 raise Undecodable(f"torchao's {kind} is not supported (only {', '.join(_TORCHAO)} are)")
-            return scaled.scaled(codes, scale, zero=parts.get("._weight_zero_point"))
+            scale, zero = (f"{family.codes.removesuffix('qdata')}{end}" for end in ("scale", "zero_point"))
+            return scaled.scaled(codes, _required(parts, scale), zero=parts.get(zero))
         prefix = family.weight or "_weight"  # ModelOpt's experts have X_weight_scale beside X
         return self._codes(codes, {end.removeprefix(prefix): part for end, part in parts.items()}, read)
 
