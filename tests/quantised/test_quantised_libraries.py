@@ -63,6 +63,29 @@ def test_pack_quantized_with_zero_points(tmp_path: Path, bits: int) -> None:
     assert same(decoded(tmp_path)[NAME], theirs)
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize(("strategy", "shape"), [("tensor", [1]), ("channel", [0, 1]), ("group", [0, 3])], ids=str)
+def test_pack_quantized_with_zero_points_of_any_strategy(
+    tmp_path: Path, rows: int, strategy: str, shape: list[int]
+) -> None:
+    """That of a tensor isn't packed, that of one row is."""
+    shape = [size or rows for size in shape]
+    zero = torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    args = {"num_bits": 8, "strategy": strategy, "symmetric": False} | (
+        {"group_size": 32} if strategy == "group" else {}
+    )
+    theirs = compressed(
+        tmp_path, "pack-quantized", args, (rows, 96), weight_scale=scales(*shape), weight_zero_point=zero
+    )
+    assert same(decoded(tmp_path)[NAME], theirs)
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{BASE}.weight_zero_point"] = zero.long()
+    store(tmp_path, tensors, **json.loads((tmp_path / "config.json").read_text()))
+    assert same(decoded(tmp_path)[NAME], theirs)
+
+
 @pytest.mark.parametrize("columns", [96, 97, 130])
 def test_pack_quantized_by_channel(tmp_path: Path, columns: int) -> None:
     args = {"num_bits": 4, "strategy": "channel", "symmetric": True}
@@ -112,10 +135,12 @@ def test_int_and_float_quantized(tmp_path: Path, strategy: str, kind: str) -> No
     assert same(decoded(tmp_path)[NAME], theirs)
 
 
-def test_int_quantized_with_zero_points(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
+def test_int_quantized_with_zero_points(tmp_path: Path, dtype: torch.dtype) -> None:
     zero = torch.randint(-128, 128, (40, 1), dtype=torch.int8)
     args = {"num_bits": 8, "strategy": "channel", "symmetric": False}
-    theirs = compressed(tmp_path, "int-quantized", args, (40, 96), weight_scale=scales(40, 1), weight_zero_point=zero)
+    more = {"weight_scale": scales(40, 1), "weight_zero_point": zero.to(dtype)}
+    theirs = compressed(tmp_path, "int-quantized", args, (40, 96), **more)
     assert same(decoded(tmp_path)[NAME], theirs)
     assert labels(tmp_path) == {NAME: "int8[channel]"}
 

@@ -117,8 +117,9 @@ class Packed(Encoding):
         zero = None
         if self.zero is not None:
             with read(self.zero) as words:
-                if self.zero.dtype == "I8":
-                    zero = words[start:stop].reshape(stop - start, -1).astype(np.float32).T
+                if self.zero.dtype != "I32":
+                    plain = words if self.zero.numel == 1 else words[start:stop]
+                    zero = plain.reshape(len(plain), -1).astype(np.float32).T
                 else:
                     stored = unpack(words.reshape(len(words), -1).T, self.bits, outputs, dense=self.dense)
                     zero = stored[:, start:stop].astype(np.float32) - np.float32(offset)
@@ -216,8 +217,10 @@ def compressed(
         raise Undecodable(f"{inputs} inputs don't divide into {groups} groups")
     if zero is not None:
         per = -(-outputs * width // 32) if dense else -(-outputs // (32 // width))
-        kinds = (("I8", scale.shape), ("I32", (per, groups)))
-        if (zero.dtype, zero.shape) not in kinds or scale.numel == 1:
+        # Packed along the outputs, but for the one of a whole tensor.
+        kinds = [("I8", scale.shape), ("I64", scale.shape)]
+        kinds += [("I32", (per, groups))] if scale.numel > 1 or outputs == 1 else []
+        if (zero.dtype, zero.shape) not in kinds:
             raise Undecodable(f"its zero points are {zero.dtype} of shape {zero.shape}, its scales have {scale.shape}")
     name = "tensor" if scale.numel == 1 else "channel" if groups == 1 else f"g{inputs // groups}"
     return Packed(

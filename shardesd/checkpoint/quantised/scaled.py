@@ -22,6 +22,8 @@ _USUAL_BLOCK = 128
 _NAMES = {dtype: dtype.lower().replace("f8", "fp8") for dtype in FLOAT8} | {"I8": "int8", "U8": "uint8"}
 CODES = frozenset(_NAMES)
 """Dtype words of the codes."""
+_ZEROS = ("I8", "I32", "I64")
+"""Of zero points, beside those of `SCALES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +69,7 @@ class Scaled(Encoding):
         one = part(tensor, matrix if stacked else 0, prod(self.shape[:-2]) if stacked else 1, grid)
         first, last = start // self.block[0], -(-stop // self.block[0])
         with read(one.rows(first, last)) as raw:
-            if tensor.dtype in ("I8", "I32") or (tensor is self.zero and tensor.dtype == "U8"):
+            if tensor.dtype in _ZEROS or (tensor is self.zero and tensor.dtype == "U8"):
                 return raw.astype(np.float32)
             return numbers(raw, tensor.dtype)
 
@@ -113,7 +115,7 @@ def scaled(
         raise Undecodable(f"its scales are {scale.dtype}")
     if codes.dtype not in FLOAT8 and scale.dtype in ("U8", "F8_E8M0"):
         raise Undecodable(f"codes of {codes.dtype} with {scale.dtype} scales may be integers or pairs of 4-bit floats")
-    if zero is not None and (zero.dtype not in (*SCALES, "I8", "I32") or zero.shape != scale.shape):
+    if zero is not None and (zero.dtype not in (*SCALES, *_ZEROS) or zero.shape != scale.shape):
         raise Undecodable(f"its zero points are {zero.dtype} of shape {zero.shape}, its scales have {scale.shape}")
     if factor is not None and (factor.numel != 1 or factor.dtype not in SCALES):
         raise Undecodable(f"its second scale is {factor.dtype} of shape {factor.shape}")
