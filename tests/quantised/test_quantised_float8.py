@@ -9,6 +9,7 @@ import pytest
 import torch
 from quantised_files import decoded, labels, opened, problems, random, same, store
 
+import shardesd
 from shardesd.checkpoint.quantised.codes import FLOAT8, exponent_table, float8_table
 
 E4M3 = torch.float8_e4m3fn
@@ -154,7 +155,29 @@ def test_a_cast_without_scales_is_the_weight(tmp_path: Path) -> None:
     found = decoded(tmp_path)
     assert same(found[NAME], W.float())
     assert same(found["conv.weight"], kernel.float())
-    assert labels(tmp_path) == {NAME: "fp8_e4m3", "conv.weight": "fp8_e4m3", "norm.weight": "F8_E4M3"}
+    assert same(found["norm.weight"], norm.float())
+    assert set(labels(tmp_path).values()) == {"fp8_e4m3"}
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_vectors_that_were_merely_cast_are_numbers(tmp_path: Path, index: bool) -> None:
+    """Norms and biases, unless a scale of theirs is there, wherever it lies; empty ones say that others are scaled."""
+    W, bias, norm = codes(24, 16), codes(24), codes(9)
+    first = {NAME: W, f"{NAME[:-6]}bias": bias, "norm.weight": norm, "scaled_fp8": codes(0)}
+    store(tmp_path / "a", first, {"x": random(3)}, index=index)
+    found = decoded(tmp_path / "a")
+    assert same(found[f"{NAME[:-6]}bias"], bias.float())
+    assert same(found["norm.weight"], norm.float())
+    assert labels(tmp_path / "a")["scaled_fp8"] == "F8_E4M3"
+    stats = shardesd.scan(tmp_path / "a", device="cpu", cache=False, stats=True).stats
+    assert stats is not None
+    means = dict(zip(stats["tensor"], stats["mean"], strict=True))
+    assert means["norm.weight"] == pytest.approx(norm.float().mean().item())
+    later = {f"{NAME[:-6]}bias_scale": random(1), "norm.weight_scale": random(1)}
+    store(tmp_path / "b", first, later, index=index)
+    assert labels(tmp_path / "b")["norm.weight"] == labels(tmp_path / "b")[f"{NAME[:-6]}bias"] == "F8_E4M3"
+    store(tmp_path / "c", {"norm.weight": norm}, quantization={"quant_method": "fp8"})
+    assert labels(tmp_path / "c") == {"norm.weight": "F8_E4M3"}
 
 
 @pytest.mark.parametrize("scale", [random(4), random(4, 1, 1, 1), torch.tensor(0.3)])

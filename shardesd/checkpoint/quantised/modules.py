@@ -132,6 +132,12 @@ class Modules:
             if (found is not None or self._promised is not None) and self._stands_by_codes(tensor, to_come):
                 self._waiting.append(tensor)
                 return
+        if found is None and self._may_be_cast(tensor):
+            if complete:
+                yield replace(decoded(scaled.plain(tensor), tensor.name), shape=tensor.shape)
+            else:
+                self._waiting.append(tensor)
+            return
         if found is None:
             yield tensor
             return
@@ -162,6 +168,19 @@ class Modules:
             seen = decoded(encoding, family.name(base))
             kernel = len(tensor.shape) > 2 and seen.numel == tensor.numel and family.kind == "codes"
             yield replace(seen, shape=tensor.shape) if kernel else seen
+
+    def _may_be_cast(self, tensor: TensorRef) -> bool:
+        """Whether it is FP8 of one dimension (a norm, a bias) that nothing known is the scale of."""
+        if tensor.dtype not in FLOAT8 or len(tensor.shape) != 1 or not tensor.numel or self._settings.method:
+            return False
+        for family in _UNNAMED:
+            base = tensor.name.removesuffix(family.codes)
+            if tensor.name.endswith(family.codes) and (
+                any(base + end in self._stored for end in family.others)
+                or any(name != tensor.name for name in self._beside.of(base, family.weight))
+            ):
+                return False
+        return True
 
     def _stands_by_codes(self, tensor: TensorRef, to_come: _ToCome) -> bool:
         """Whether a matrix is a part of a weight whose codes are there, or may be, whatever its name."""

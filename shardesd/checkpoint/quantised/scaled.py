@@ -156,9 +156,9 @@ def bnb_int8(codes: TensorRef, scale: TensorRef) -> Scaled:
 
 
 def _rows(codes: TensorRef) -> TensorRef:
-    """A convolution's kernel as a matrix, a row for each output channel; anything else as it is."""
+    """A convolution's kernel, or a vector, as a matrix, a row for each output; anything else as it is."""
     rows = codes.shape[0]
-    return replace(codes, shape=(rows, codes.numel // max(1, rows))) if len(codes.shape) > 3 else codes
+    return replace(codes, shape=(rows, codes.numel // max(1, rows))) if len(codes.shape) not in (2, 3) else codes
 
 
 def _grid_shape(scale: tuple[int, ...], codes: tuple[int, ...]) -> tuple[int, int]:
