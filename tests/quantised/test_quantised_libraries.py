@@ -94,20 +94,27 @@ def test_pack_quantized_by_channel(tmp_path: Path, columns: int) -> None:
     assert labels(tmp_path) == {NAME: "int4[channel]"}
 
 
-def test_pack_quantized_of_older_versions_lets_no_code_cross_a_word(tmp_path: Path) -> None:
-    q = torch.randint(-4, 4, (6, 320), dtype=torch.int64)
-    words = torch.zeros(6, 32, dtype=torch.int64)
-    for i in range(320):
-        words[:, i // 10] |= (q[:, i] + 4) << (3 * (i % 10))
+@pytest.mark.parametrize(("bits", "columns"), [(3, 320), (3, 97), (5, 90), (6, 33), (7, 28)])
+def test_pack_quantized_of_older_versions_lets_no_code_cross_a_word(tmp_path: Path, bits: int, columns: int) -> None:
+    """Narrow weights take as many words either way: what no code fits into tells."""
+    per, half = 32 // bits, 2 ** (bits - 1)
+    q = torch.randint(-half, half, (6, columns), generator=torch.Generator().manual_seed(2))
+    words = torch.zeros(6, -(-columns // per), dtype=torch.int64)
+    for i in range(columns):
+        words[:, i // per] |= (q[:, i] + half) << (bits * (i % per))
     scale = scales(6, 1)
     tensors = {
         f"{BASE}.weight_packed": words.to(torch.int32),
         f"{BASE}.weight_scale": scale,
-        f"{BASE}.weight_shape": torch.tensor([6, 320]),
+        f"{BASE}.weight_shape": torch.tensor([6, columns]),
     }
-    store(tmp_path, tensors, quantization={"config_groups": {"group_0": {"weights": {"num_bits": 3, "type": "int"}}}})
-    assert same(decoded(tmp_path)[NAME], q.to(scale.dtype) * scale)
-    assert labels(tmp_path) == {NAME: "int3[channel]"}
+    weights = {"num_bits": bits, "type": "int"}
+    store(tmp_path / "old", tensors, quantization={"config_groups": {"group_0": {"weights": weights}}})
+    assert same(decoded(tmp_path / "old")[NAME], q.to(scale.dtype) * scale)
+    assert labels(tmp_path / "old") == {NAME: f"int{bits}[channel]"}
+    args = {"num_bits": bits, "strategy": "channel", "symmetric": True}
+    theirs = compressed(tmp_path / "new", "pack-quantized", args, (6, columns), weight_scale=scale)
+    assert same(decoded(tmp_path / "new")[NAME], theirs)
 
 
 def test_pack_quantized_in_an_order_of_its_own(tmp_path: Path) -> None:

@@ -148,6 +148,14 @@ def test_a_last_group_may_be_shorter(tmp_path: Path, indexed: bool) -> None:
     assert labels(tmp_path / "b") == {NAME: "gptq4[g64]"}
 
 
+def test_without_a_config_a_shorter_last_group_hides_how_long_the_others_are(tmp_path: Path) -> None:
+    tensors, _ = gptq(np.random.default_rng(1), 64, 192, 3, 4, order=False, v2=False)
+    tensors[f"{BASE}.qweight"] = tensors[f"{BASE}.qweight"][:20]
+    tensors[f"{BASE}.g_idx"] = (torch.arange(160) // 64).int()
+    assert labels(store(tmp_path, tensors)) == {NAME: "gptq4[3 groups]"}
+    assert labels(store(tmp_path, tensors, quantization={"group_size": 64})) == {NAME: "gptq4[g64]"}
+
+
 def test_what_the_config_says_never_turns_one_format_into_another(tmp_path: Path) -> None:
     one, _ = gptq(np.random.default_rng(1), 64, 128, 2, 4, order=False, v2=False)
     two, _ = awq(np.random.default_rng(1), 64, 128, 2)

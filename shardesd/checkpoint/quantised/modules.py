@@ -278,9 +278,8 @@ class Modules:
                 raise Undecodable("4-bit floats with zero points or groups of their own are not supported")
             return fp4.packed(codes, scale, factor=parts.get("global_scale"), divides=True)
         content = _content(_required(parts, "shape"), read)
-        return packed.compressed(
-            codes, scale, parts.get("zero_point"), parts.get("g_idx"), shape=content, bits=self._settings.bits
-        )
+        zero, index, bits = parts.get("zero_point"), parts.get("g_idx"), self._settings.bits
+        return packed.compressed(codes, scale, zero, index, shape=content, bits=bits, read=read)
 
     def _codes(self, codes: TensorRef, parts: dict[str, TensorRef], read: Read) -> Encoding | None:
         state = next((part for end, part in parts.items() if end.startswith(".quant_state")), None)

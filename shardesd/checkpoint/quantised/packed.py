@@ -24,6 +24,8 @@ from shardesd.records import TensorRef
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _WORDS = {"I8": 8, "U8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64}
+_LOOKED_AT = 1 << 20
+"""Bytes of codes that are read to tell how they are packed."""
 _COLUMNS_AT_ONCE = 256  # of a transposed store: decoded together, so that words are unpacked along rows
 
 
@@ -157,7 +159,8 @@ def gptq(
         group, rest = min(group_size, inputs), 0
     if rest and group_of is None:
         raise Undecodable(f"{inputs} inputs don't divide into {groups} groups, and there is no g_idx")
-    name = "channel" if groups == 1 else f"g{group}"
+    # Where the last group is shorter, only the config says how long the others are.
+    name = "channel" if groups == 1 else f"{groups} groups" if rest else f"g{group}"
     return Gptq(
         label=f"gptq{bits}[{name}]",
         shape=(outputs, inputs),
@@ -193,9 +196,10 @@ def compressed(
     *,
     shape: tuple[int, ...],
     bits: Iterable[int],
+    read: Read,
 ) -> Packed:
     """``weight_packed`` and the rest; `shape` is the content of ``weight_shape``, `bits` those that the config names
-    (none: any). Raises `Undecodable`."""
+    (none: any). `read` tells of a narrow weight whether its codes cross words. Raises `Undecodable`."""
     if _words(codes) != 32 or len(shape) != 2 or codes.shape[0] != shape[0] or not all(shape):
         raise Undecodable(f"its codes are {codes.dtype} of shape {codes.shape}, weight_shape says {shape}")
     outputs, inputs = shape
@@ -203,6 +207,8 @@ def compressed(
     widths = [count for count in sorted(set(bits) or set(range(1, 9))) if 1 <= count <= 8]
     fits = [(count, True) for count in widths if -(-inputs * count // 32) == words]
     fits += [(count, False) for count in widths if 32 % count and -(-inputs // (32 // count)) == words]
+    if len(fits) == 2 and fits[0][0] == fits[1][0]:
+        fits = [(fits[0][0], _crosses_words(codes, fits[0][0], read))]
     if len(fits) != 1:
         raise Undecodable(f"{words} words a row for {inputs} inputs can be read in {len(fits) or 'no'} ways")
     width, dense = fits[0]
@@ -239,6 +245,15 @@ def _words(tensor: TensorRef) -> int:
     if tensor.dtype not in _WORDS or len(tensor.shape) != 2 or not tensor.numel:
         raise Undecodable(f"'{tensor.name}' is {tensor.dtype} of shape {tensor.shape}")
     return _WORDS[tensor.dtype]
+
+
+def _crosses_words(codes: TensorRef, bits: int, read: Read) -> bool:
+    """Whether codes lie across words: else what is left at the top of each word, too little for a code, is never set.
+
+    Asked only of rows so narrow that both ways take as many words.
+    """
+    with read(codes.rows(0, min(codes.shape[0], _LOOKED_AT // (4 * codes.shape[1]) + 1))) as words:
+        return bool((np.ascontiguousarray(words).view(np.uint32) >> np.uint32(32 // bits * bits)).any())
 
 
 def _is_index(tensor: TensorRef, inputs: int) -> bool:
