@@ -20,7 +20,9 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from shardesd.checkpoint.gguf_names import fused_heads, hf_config, hf_name, is_transposed, rotated
+from shardesd.checkpoint.gguf_config import hf_config
+from shardesd.checkpoint.gguf_names import hf_name
+from shardesd.checkpoint.gguf_order import fused_heads, is_transposed, own_shape, rotated
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
@@ -50,7 +52,7 @@ class Blocks(Encoding):
     """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
     heads of q a group has, and how many groups there are."""
     rotated: int = 0
-    """Rows of a head of q or k, see `gguf_names.rotated`."""
+    """Rows of a head of q or k, see `gguf_order.rotated`."""
 
     @property
     def by_rows(self) -> bool:
@@ -157,7 +159,7 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
         nbytes = prod(shape) // block * size
         if start + nbytes > parser.size:
             parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
-        stored = _Stored(hf_name(name, config), shape, quantisation.name, start, start + nbytes)
+        stored = _Stored(hf_name(name, config), own_shape(name, shape), quantisation.name, start, start + nbytes)
         transposed = is_transposed(name, config)
         heads, turned = fused_heads(name, shape, config), rotated(name, shape, config)
         tensor = _tensor(stored, shard, transposed=transposed, heads=heads, rotated=turned)

@@ -110,12 +110,13 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"(?<!encoder\.)input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
         ),
     ),
-    ("gate_proj", (r"gate_proj|w1|wi_0",)),
+    # input_linear_gate, kv_b_proj_k …: the parts of a fused tensor, where a GGUF file has it cut.
+    ("gate_proj", (r"gate_proj|w1|wi_0|input_linear_gate",)),
     (
         "up_proj",
         (
             r"up_proj|w3|v1|wi|wi_1|fc1|fc_in|c_fc|lin1|linear1|pwconv1|dense_h_to_4h|intermediate(?:\.|_)dense",
-            r"layers?\.\d+\.ffn|albert_layers\.\d+\.ffn|mlp\.linear_1",
+            r"input_linear_up|layers?\.\d+\.ffn|albert_layers\.\d+\.ffn|mlp\.linear_1",
         ),
     ),
     (

@@ -230,6 +230,7 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
     Layout(names=r"conv\.in_proj", models=("lfm2*", "lfm3*"), parts=parts("B", "C", "x")),
     Layout(names=r"(?:mixer|mamba)\.in_proj", note="fused in_proj analysed whole"),
     Layout(names=r"(?:mixer|mamba)\.x_proj", note="fused x_proj analysed whole"),
+    Layout(names=r"mixer\.bcdt_proj", note="fused bcdt_proj analysed whole"),  # PLaMo 2's
 )
 
 MLP: tuple[Layout, ...] = (

@@ -1,0 +1,182 @@
+"""The same model gives the same rows as GGUF and as safetensors, whatever llama.cpp's converter makes of its tensors.
+
+Weights are a tiny model's, saved by transformers; what the converter does to them is done here by its rules.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import shardesd
+
+gguf = pytest.importorskip("gguf")
+transformers = pytest.importorskip("transformers")
+
+SMALL: dict[str, Any] = {"hidden_size": 64, "vocab_size": 96, "intermediate_size": 48, "pad_token_id": 0}
+HEADS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+COUNTS = {"embedding_length": 64, "attention.head_count": 4, "block_count": 2}
+STATE = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.time_step_rank": 4}
+
+
+def saved(tmp_path: Path, cls: str, config: Any) -> dict[str, torch.Tensor]:
+    """A tiny model's weights, by the names that its checkpoints have."""
+    torch.manual_seed(0)
+    model = getattr(transformers, cls)(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "hf")
+    return load_file(tmp_path / "hf" / "model.safetensors")
+
+
+def permuted(W: torch.Tensor, heads: int) -> torch.Tensor:
+    """As ``LlamaModel.permute``."""
+    return W.reshape(heads, 2, -1, W.shape[-1]).swapaxes(1, 2).reshape(W.shape)
+
+
+def converted(architecture: str, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    name_map = gguf.get_tensor_name_map(arch, 4)
+    for name, W in weights.items():
+        if name.endswith(("A_log", "dt_bias", "D", "e_score_correction_bias", "norm.weight")):
+            continue
+        if architecture in ("granitehybrid", "nemotron_h"):
+            if name.endswith("q_proj.weight"):
+                W = permuted(W, 4)
+            elif name.endswith("k_proj.weight"):
+                W = permuted(W, 2)
+        if name.endswith("shared_mlp.input_linear.weight"):
+            for part, half in zip(("gate", "up"), W.chunk(2), strict=True):
+                yield name_map.get_name(f"model.layers.{name.split('.')[2]}.mlp.{part}_proj") + ".weight", half
+            continue
+        name = name.replace("shared_mlp.output_linear", "mlp.down_proj")
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            W = W.squeeze(1)
+        theirs = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs, name
+        yield theirs, W
+
+
+def write(path: Path, architecture: str, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in values.items():
+        (writer.add_array if isinstance(value, list) else writer.add_uint32)(f"{architecture}.{key}", value)
+    for name, W in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(W.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def same(tmp_path: Path, architecture: str, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
+    write(tmp_path / "model.gguf", architecture, tensors, {**COUNTS, **values})
+    for options in ({}, {"per_head": True}):
+        options["max_aspect"] = 0
+        expected = shardesd.scan(tmp_path / "hf", **options)
+        found = shardesd.scan(tmp_path / "model.gguf", **options)
+        columns = ("longname", "block_type", "layer_index", "M", "N", "status", "reason")
+        rows = [
+            {row["longname"]: tuple(row[column] for column in columns) for row in result.layers.iter_rows(named=True)}
+            for result in (found, expected)
+        ]
+        assert rows[0] == rows[1]
+        assert set(found.spectra) == set(expected.spectra)
+        assert len(expected.spectra) > 5
+        for name in expected.spectra:
+            eigs = expected.spectra[name]
+            np.testing.assert_allclose(found.spectra[name], eigs, rtol=0, atol=1e-6 * eigs[-1])
+
+
+def models() -> dict[str, tuple[str, Any, dict[str, Any]]]:
+    t = transformers
+    mamba2 = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    kv = {"attention.head_count_kv": [0, 2]}
+    return {
+        "jamba": (
+            "JambaForCausalLM",
+            t.JambaConfig(**SMALL, **HEADS, num_experts=1, attn_layer_period=2, attn_layer_offset=1, mamba_dt_rank=4),
+            {**STATE, **kv},
+        ),
+        "granitehybrid": (
+            "GraniteMoeHybridForCausalLM",
+            t.GraniteMoeHybridConfig(
+                **SMALL,
+                **HEADS,
+                **mamba2,
+                layer_types=["mamba", "attention"],
+                num_local_experts=0,
+                shared_intermediate_size=48,
+            ),
+            {**STATE, **kv},
+        ),
+        "falcon-h1": (
+            "FalconH1ForCausalLM",
+            t.FalconH1Config(**SMALL, **HEADS, **mamba2, mamba_d_ssm=128),
+            {**STATE, "attention.head_count_kv": 2, "attention.key_length": 16},
+        ),
+        "nemotron_h": (
+            "NemotronHForCausalLM",
+            t.NemotronHConfig(
+                **SMALL,
+                layers_block_type=["mamba", "attention", "mlp"],
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                mamba_num_heads=4,
+                mamba_head_dim=32,
+                ssm_state_size=16,
+                n_groups=1,
+            ),
+            {**STATE, **kv, "attention.key_length": 16, "attention.value_length": 16},
+        ),
+        "mamba2": (
+            "Mamba2ForCausalLM",
+            t.Mamba2Config(
+                hidden_size=64, vocab_size=96, num_hidden_layers=2, num_heads=4, head_dim=32, state_size=16, n_groups=1
+            ),
+            STATE,
+        ),
+        "mamba": (
+            "MambaForCausalLM",
+            t.MambaConfig(hidden_size=64, vocab_size=96, num_hidden_layers=2, state_size=16, time_step_rank=4),
+            STATE,
+        ),
+        "lfm2": (
+            "Lfm2ForCausalLM",
+            t.Lfm2Config(**SMALL, **HEADS, layer_types=["conv", "full_attention"]),
+            {"attention.head_count_kv": [0, 2]},
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "architecture", ["jamba", "granitehybrid", "falcon-h1", "nemotron_h", "mamba", "mamba2", "lfm2"]
+)
+def test_state_space_models(tmp_path: Path, architecture: str) -> None:
+    cls, config, values = models()[architecture]
+    weights = saved(tmp_path, cls, config)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"]
+    same(tmp_path, architecture, dict(converted(architecture, weights)), values)
+
+
+def test_what_config_json_would_have_to_tell_is_said(tmp_path: Path) -> None:
+    """PLaMo 2's rows, and those of any model whose metadata lacks a size, are fused in a way that isn't known."""
+    tensors = {"blk.0.ssm_in.weight": torch.randn(128, 64), "blk.0.ssm_x.weight": torch.randn(48, 64)}
+    write(tmp_path / "plamo2.gguf", "plamo2", tensors, {})
+    write(tmp_path / "granite.gguf", "granitehybrid", tensors, {})
+    rows = shardesd.scan(tmp_path / "plamo2.gguf").layers.select("longname", "reason").rows()
+    assert rows == [
+        ("model.layers.layers.0.mixer.bcdt_proj", "fused bcdt_proj analysed whole"),
+        ("model.layers.layers.0.mixer.in_proj", "fused in_proj analysed whole"),
+    ]
+    (row,) = shardesd.scan(tmp_path / "granite.gguf", include=("*in_proj",)).layers.iter_rows(named=True)
+    assert row["longname"] == "model.layers.0.mamba.in_proj"
+    assert row["reason"] == "fused in_proj analysed whole"
