@@ -2,10 +2,6 @@
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is parsed here, since a hostile one keeps the
 package's own reader busy for ever; block sizes, dequantisation and name maps are the package's.
-
-llama.cpp permutes the rows of some architectures' q and k matrices (within each head, for its rotary embedding), and
-those of fused ones. That is undone: a spectrum doesn't depend on the order of rows, but an adapter's delta, another
-checkpoint that is subtracted, and a split do.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import numpy as np
 
 from shardesd.checkpoint.gguf_config import hf_config
 from shardesd.checkpoint.gguf_names import hf_name
-from shardesd.checkpoint.gguf_order import fused_heads, is_transposed, own_shape, rotated
+from shardesd.checkpoint.gguf_order import Order, order_of, own_shape
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, strips
 from shardesd.errors import MalformedHeader, MatrixError, NoWeights
@@ -34,12 +30,14 @@ _STRING, _ARRAY = 8, 9
 _COUNTS, _MOST_COUNTS = (4, 5, 10, 11), 1024
 """Types of numbers of which arrays hold one for each block."""
 _PLAIN = {word: word for word in ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")}
+_FLOATS = ("F32", "F16", "BF16")
+"""Types whose elements can be put in another order."""
 _MOST_DIMENSIONS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks(Encoding):
-    """Rows of ggml blocks; or a plain matrix whose transpose is the weight."""
+    """Rows of ggml blocks; or a plain matrix that lies in another order."""
 
     codes: TensorRef
     """U8, (rows, bytes of a row); plain: in its own type, (rows, columns)."""
@@ -47,71 +45,35 @@ class Blocks(Encoding):
     """ggml's name of the block type."""
     factor: TensorRef | None = None
     """F32, one more scale for all of it, or one for each matrix of a stack (NVFP4, BitNet)."""
-    transposed: bool = False
-    heads: tuple[int, int] | None = None
-    """Of a fused qkv that lies as all q, all k, all v and is wanted as groups of q heads, k head and v head: how many
-    heads of q a group has, and how many groups there are."""
-    rotated: int = 0
-    """Rows of a head of q or k, see `gguf_order.rotated`."""
+    order: Order | None = None
+    stored: tuple[int, ...] = ()
+    """The shape that `order` was found for."""
 
     @property
     def by_rows(self) -> bool:
         """See `Encoding.by_rows`."""
-        return not self.transposed
+        return self.order is None or self.order.by_rows
 
     def decode(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
         """See `Encoding.decode`."""
-        self._decode_heads(read, matrix, start, stop, out)
+
+        def rows(first: int, last: int, into: np.ndarray) -> None:
+            self._decode(read, first, last, into)
+
+        if self.order is not None:
+            self.order.decode(rows, self.stored, start, stop, out)
+        else:
+            at = matrix * self.shape[-2]
+            rows(at + start, at + stop, out)
         if self.factor is not None:
             factors = floats(read, self.factor).reshape(-1)
             out *= factors[matrix if len(factors) > 1 else 0]
 
-    def _decode_heads(self, read: Read, matrix: int, start: int, stop: int, out: np.ndarray) -> None:
-        if self.rotated:
-            self._decode_rotated(read, start, stop, out)
-            return
-        if self.heads is None:
-            at = matrix * self.shape[-2]
-            self._decode(read, at + start, at + stop, out)
-            return
-        size = self.shape[0] // ((self.heads[0] + 2) * self.heads[1])
-        row = start
-        while row < stop:  # head by head
-            end = min(stop, (row // size + 1) * size)
-            stored = self._head(row // size) * size + row % size
-            self._decode(read, stored, stored + end - row, out[row - start : end - start])
-            row = end
-
-    def _decode_rotated(self, read: Read, start: int, stop: int, out: np.ndarray) -> None:
-        size = self.rotated
-        whole = np.empty((size, self.shape[1]), np.float32)
-        row = start
-        while row < stop:  # head by head
-            begin = row // size * size
-            end = min(stop, begin + size)
-            self._decode(read, begin, begin + size, whole)
-            turn, pair = np.divmod(np.arange(row - begin, end - begin), size // 2)
-            out[row - start : end - start] = whole[2 * pair + turn]
-            row = end
-
-    def _head(self, wanted: int) -> int:
-        """Which of the stored heads is the `wanted`-th."""
-        assert self.heads is not None
-        per, groups = self.heads
-        group, i = divmod(wanted, per + 2)
-        return group * per + i if i < per else (per + i - per) * groups + group
-
     def _decode(self, read: Read, start: int, stop: int, out: np.ndarray) -> None:
-        rows = self.codes.shape[0]
-        first_row, last_row = (0, rows) if self.transposed else (start, stop)
         # A row of blocks grows up to 16 times on the way: ggml's kernels keep several copies in float32.
-        for first, last in strips(last_row - first_row, 8 * self.codes.nbytes // rows):
-            with read(self.codes.rows(first_row + first, first_row + last)) as raw:
-                values = self._numbers(raw)
-            if self.transposed:
-                out[:, first:last] = values[:, start:stop].T
-            else:
-                out[first:last] = values
+        for first, last in strips(stop - start, 8 * self.codes.nbytes // self.codes.shape[0]):
+            with read(self.codes.rows(start + first, start + last)) as raw:
+                out[first:last] = self._numbers(raw)
 
     def _numbers(self, raw: np.ndarray) -> np.ndarray:
         import gguf
@@ -159,10 +121,8 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
         nbytes = prod(shape) // block * size
         if start + nbytes > parser.size:
             parser.refuse(f"{where}: truncated: it ends at byte {start + nbytes} of {parser.size}: download it again")
-        stored = _Stored(hf_name(name, config), own_shape(name, shape), quantisation.name, start, start + nbytes)
-        transposed = is_transposed(name, config)
-        heads, turned = fused_heads(name, shape, config), rotated(name, shape, config)
-        tensor = _tensor(stored, shard, transposed=transposed, heads=heads, rotated=turned)
+        stored = _Stored(name, shape, quantisation.name, start, start + nbytes)
+        tensor = _tensor(stored, shard, config)
         factor = scales.get(f"{name.removesuffix('.weight')}.scale") or scales.get(f"{name}.scale")
         tensors.append(_with_factor(tensor, factor) if factor and factor.end <= parser.size else tensor)
     return Header(
@@ -183,35 +143,29 @@ class _Stored:
     end: int
 
 
-def _tensor(stored: _Stored, shard: str, *, transposed: bool, heads: tuple[int, int] | None, rotated: int) -> TensorRef:
+def _tensor(stored: _Stored, shard: str, config: Mapping[str, Any]) -> TensorRef:
+    name, shape = hf_name(stored.name, config), own_shape(stored.name, stored.shape)
     plain = _PLAIN.get(stored.type)
-    transposed = transposed and len(stored.shape) == 2
-    if plain is not None:
-        tensor = TensorRef(
-            name=stored.name, dtype=plain, shape=stored.shape, shard=shard, start=stored.start, end=stored.end
-        )
-        if not (transposed or heads or rotated) or plain not in ("F32", "F16", "BF16"):
-            return tensor
-        codes = tensor
-    else:
-        rows = prod(stored.shape[:-1])
-        width = (stored.end - stored.start) // max(1, rows)
-        codes = TensorRef(
-            name=stored.name, dtype="U8", shape=(rows, width), shard=shard, start=stored.start, end=stored.end
-        )
-    shape = stored.shape[::-1] if transposed else stored.shape if len(stored.shape) > 1 else (1, *stored.shape)
+    order = order_of(stored.name, stored.shape, config) if plain is None or plain in _FLOATS else None
+    if plain is not None and order is None:
+        return TensorRef(name=name, dtype=plain, shape=shape, shard=shard, start=stored.start, end=stored.end)
+    rows = prod(stored.shape[:-1])
+    width = stored.shape[-1] if plain else (stored.end - stored.start) // max(1, rows)
+    codes = TensorRef(
+        name=name, dtype=plain or "U8", shape=(rows, width), shard=shard, start=stored.start, end=stored.end
+    )
+    if order is not None:
+        shape = order.own(stored.shape)
     encoding = Blocks(
         label=plain or stored.type.lower(),
-        shape=shape,
+        shape=shape if len(shape) > 1 else (1, *shape),
         quantised=plain is None,
         codes=codes,
         type=stored.type,
-        transposed=transposed,
-        heads=heads,
-        rotated=rotated,
+        order=order,
+        stored=stored.shape,
     )
-    seen = decoded(encoding, stored.name)
-    return seen if len(stored.shape) > 1 else replace(seen, shape=stored.shape)
+    return replace(decoded(encoding, name), shape=shape)
 
 
 def _scale(name: str, shape: tuple[int, ...], start: int, shard: str) -> TensorRef:

@@ -106,6 +106,7 @@ _CUT: dict[str, dict[str, str]] = {
 _CUT["granitehybrid"] = _CUT["granitemoe"]
 """Parts of what the converter cuts, of which the package's maps know nothing: in a block, GGUF's end of a name → the
 architecture's own, {} for an expert's number."""
+_CUT_EVERYWHERE = {"attn_k_b": "self_attn.kv_b_proj_k", "attn_v_b": "self_attn.kv_b_proj_v"}
 _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 
 
@@ -147,4 +148,5 @@ def _names(architecture: str) -> dict[str, str]:
         first = [name for name in preferred if name in names]
         fitting = [name for start in (starts, "lm_head") for name in names if name.startswith(start)]
         chosen[ours] = (first or fitting or names)[0]
-    return chosen | {f"blk.0.{ours}": block + own for ours, own in _CUT.get(architecture, {}).items()}
+    cut = _CUT_EVERYWHERE | _CUT.get(architecture, {})
+    return chosen | {f"blk.0.{ours}": block + own for ours, own in cut.items()}

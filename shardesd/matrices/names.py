@@ -92,9 +92,10 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"c_attn|{ATTENTION}\.(?:self\.)?in_proj",
         ),
     ),
+    # kv_b_proj_k, input_linear_gate …: the parts of a fused tensor, where a GGUF file has it cut.
     ("q_proj", (r"(?:q|query)(?:_proj|_lin|_global)?|q_[ab]_proj|q_attn|[Ww]q(?:_[ab])?|to_q|q_proj_weight",)),
-    ("k_proj", (r"(?:k|key)(?:_proj|_lin|_global)?|[Ww]k|to_k|k_proj_weight",)),
-    ("v_proj", (r"(?:v|value)(?:_proj|_lin|_global)?|[Ww]v|to_v|v_proj_weight",)),
+    ("k_proj", (r"(?:k|key)(?:_proj|_lin|_global)?|[Ww]k|to_k|k_proj_weight|kv_b_proj_k",)),
+    ("v_proj", (r"(?:v|value)(?:_proj|_lin|_global)?|[Ww]v|to_v|v_proj_weight|kv_b_proj_v",)),
     (
         "o_proj",
         (
@@ -110,7 +111,6 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
             rf"(?<!encoder\.)input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
         ),
     ),
-    # input_linear_gate, kv_b_proj_k …: the parts of a fused tensor, where a GGUF file has it cut.
     ("gate_proj", (r"gate_proj|w1|wi_0|input_linear_gate",)),
     (
         "up_proj",

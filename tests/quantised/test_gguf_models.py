@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import shardesd
+from shardesd.checkpoint import open_checkpoint
+from shardesd.source import open_source
 
 gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
@@ -180,3 +182,50 @@ def test_what_config_json_would_have_to_tell_is_said(tmp_path: Path) -> None:
     (row,) = shardesd.scan(tmp_path / "granite.gguf", include=("*in_proj",)).layers.iter_rows(named=True)
     assert row["longname"] == "model.layers.0.mamba.in_proj"
     assert row["reason"] == "fused in_proj analysed whole"
+
+
+LATENT = {"attention.kv_lora_rank": 48, "rope.dimension_count": 8, "attention.head_count_kv": 1}
+LATENT_NOW = {"attention.key_length_mla": 40, "attention.value_length_mla": 24}
+
+
+@pytest.mark.parametrize("as_of", ["now", "before keys and values were told apart"])
+def test_latent_attention(tmp_path: Path, as_of: str) -> None:
+    """The converter cuts kv_b_proj by head and turns the keys; files from before 2025 have it whole."""
+    config = transformers.DeepseekV2Config(
+        **SMALL, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, first_k_dense_replace=1,
+        q_lora_rank=None, kv_lora_rank=48, qk_rope_head_dim=8, qk_nope_head_dim=32, v_head_dim=24,
+    )  # fmt: skip
+    weights = saved(tmp_path, "DeepseekV2ForCausalLM", config)
+    values = LATENT | LATENT_NOW | {"attention.key_length": 56, "attention.value_length": 48}
+    if as_of == "now":
+        W = weights.pop("model.layers.0.self_attn.kv_b_proj.weight").reshape(4, 32 + 24, 48)
+        weights["model.layers.0.self_attn.k_b_proj.weight"] = W[:, :32].transpose(1, 2)
+        weights["model.layers.0.self_attn.v_b_proj.weight"] = W[:, 32:]
+    else:
+        values = LATENT | {"attention.key_length": 40, "attention.value_length": 24, "attention.head_count_kv": 4}
+    same(tmp_path, "deepseek2", dict(converted("deepseek2", weights)), values)
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q8_0"])
+def test_keys_of_latent_attention_are_turned_back(tmp_path: Path, type: str) -> None:
+    kind = gguf.GGMLQuantizationType[type]
+    W = torch.randn(5, 32, 64).numpy()
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    for name in ("blk.0.attn_k_b.weight", "blk.0.attn_v_b.weight"):
+        stored = np.ascontiguousarray(W.swapaxes(1, 2)) if "_k_" in name else W
+        writer.add_tensor(name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = open_checkpoint(open_source(path))
+    with checkpoint.open(checkpoint.shards[0], path) as shard:
+        assert [tensor.name for tensor in shard.tensors] == [
+            f"model.layers.0.self_attn.kv_b_proj_{part}.weight" for part in "kv"
+        ]
+        for tensor in shard.tensors:
+            assert tensor.shape == (160, 64)
+            with shard.read(tensor) as raw:
+                found = raw.copy() if raw.dtype != np.uint16 else (raw.astype(np.uint32) << 16).view(np.float32)
+            np.testing.assert_allclose(found, W.reshape(160, 64), atol={"F32": 0, "Q8_0": 0.02}.get(type, 0.01))
