@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from shardesd.checkpoint.gguf_config import hf_config
-from shardesd.checkpoint.gguf_names import hf_name
+from shardesd.checkpoint.gguf_names import MOST_TENSORS, hf_name, own_parts
 from shardesd.checkpoint.gguf_order import Order, order_of, own_shape
 from shardesd.checkpoint.header import MAX_HEADER_BYTES, Header
 from shardesd.checkpoint.quantised.encoding import Encoding, Read, decoded, floats, strips
@@ -124,7 +124,11 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
         stored = _Stored(name, shape, quantisation.name, start, start + nbytes)
         tensor = _tensor(stored, shard, config)
         factor = scales.get(f"{name.removesuffix('.weight')}.scale") or scales.get(f"{name}.scale")
-        tensors.append(_with_factor(tensor, factor) if factor and factor.end <= parser.size else tensor)
+        if factor and factor.end <= parser.size:
+            tensor = _with_factor(tensor, factor)
+        tensors += _cut(tensor, own_parts(name, shape, config))
+        if len(tensors) > MOST_TENSORS:
+            parser.refuse(f"more than {MOST_TENSORS} tensors, each expert counted")
     return Header(
         tensors=tuple(sorted(tensors, key=_start)),
         metadata={},
@@ -166,6 +170,18 @@ def _tensor(stored: _Stored, shard: str, config: Mapping[str, Any]) -> TensorRef
         stored=stored.shape,
     )
     return replace(decoded(encoding, name), shape=shape)
+
+
+def _cut(tensor: TensorRef, parts: list[tuple[str, int]]) -> Iterator[TensorRef]:
+    """The tensors that it is in the model's own checkpoints: names and rows of them."""
+    if not parts or tensor.problem:
+        yield tensor
+        return
+    columns = tensor.shape[-1]
+    width, start = tensor.nbytes // prod(tensor.shape[:-1]), tensor.start
+    for name, rows in parts:
+        yield replace(tensor, name=name, shape=(rows, columns), start=start, end=start + rows * width)
+        start += rows * width
 
 
 def _scale(name: str, shape: tuple[int, ...], start: int, shard: str) -> TensorRef:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
+from math import prod
 from typing import Any
 
+MOST_TENSORS = 1 << 20
+"""In a file, each expert of a stack counted."""
 _BLOCKS = {
     "bert": "encoder.layer.",
     "jina-bert-v2": "encoder.layer.",
@@ -59,6 +62,16 @@ _PREFERRED: dict[str, tuple[str, ...]] = {
         *("feed_forward.experts.gate_proj", "feed_forward.experts.up_proj", "feed_forward.experts.down_proj"),
         "pre_ff_layernorm",
     ),
+    "qwen35": tuple(
+        f"linear_attn.{part}"
+        for part in ("in_proj_qkv", "in_proj_z", "out_proj", "conv1d", "A_log", "dt_proj", "norm", "in_proj_qkvz")
+    ),
+    "deepseek2": tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")),
+    "kimi-linear": (
+        *("block_sparse_moe.gate", *(f"block_sparse_moe.experts.w{i}" for i in (1, 2, 3))),
+        *(f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")),
+        *("self_attn.dt_proj", "self_attn.A_log", "self_attn.o_norm", "self_attn.b_proj"),
+    ),
     "modern-bert": ("attn_norm", "attn.Wo", "mlp_norm", "mlp.Wi", "mlp.Wo"),
     "falcon-h1": ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
     "lfm2": (
@@ -68,6 +81,16 @@ _PREFERRED: dict[str, tuple[str, ...]] = {
     "plamo2": ("mixer.o_proj", "mlp.gate_up_proj", "pre_mixer_norm", "mixer.q", "mixer.k"),
     "mpt": ("attn.Wqkv", "attn.out_proj", "ffn.up_proj", "ffn.down_proj", "norm_1", "norm_2"),
 }
+_PREFERRED["qwen3next"] = _PREFERRED["qwen35moe"] = _PREFERRED["qwen35"]
+_PREFERRED["phimoe"] = _PREFERRED["minimax-m2"] = _PREFERRED["llama"]
+_PREFERRED["lfm2moe"] = (
+    *_PREFERRED["lfm2"],
+    *("feed_forward.gate", *(f"feed_forward.experts.w{i}" for i in (1, 2, 3))),
+)
+_PREFERRED |= dict.fromkeys(
+    ("deepseek", "glm4moe", "glm-dsa", "dots1", "bailingmoe", "bailingmoe2", "ernie4_5-moe", "mistral4"),
+    _PREFERRED["deepseek2"],
+)
 _PREFERRED["starcoder"] = _PREFERRED["gpt2"]
 _PREFERRED["bloom"] = _PREFERRED["falcon"]
 """Ends of names that go first, where the first of the package's own isn't the architecture's."""
@@ -81,11 +104,19 @@ _USUAL: tuple[str, ...] = (
 )
 _USUAL += tuple(f"mamba.{part}" for part in ("in_proj", "x_proj", "dt_proj", "out_proj", "conv1d", "A_log", "D"))
 _USUAL += ("mlp.experts.up_proj", "mlp.experts.down_proj", "self_attn.q_norm", "self_attn.k_norm")
-_GATE_UP_STACKS = {
-    "ffn_gate_exps": "mlp.experts.gate_up_proj.experts.{}_gate",
-    "ffn_up_exps": "mlp.experts.gate_up_proj.experts.{}_up",
-    "ffn_down_exps": "mlp.experts.down_proj.experts.{}",
-}
+_EXPERTS = re.compile(r"\bexperts\.(?=(?!gate_up_proj)\w+$)")
+"""What comes before an expert's number in checkpoints that have a tensor for each."""
+
+
+def _stacks(experts: str) -> dict[str, str]:
+    """Of an architecture whose own checkpoints have stacks, gate and up in one."""
+    return {
+        "ffn_gate_exps": f"{experts}.gate_up_proj.experts.{{}}_gate",
+        "ffn_up_exps": f"{experts}.gate_up_proj.experts.{{}}_up",
+        "ffn_down_exps": f"{experts}.down_proj.experts.{{}}",
+    }
+
+
 _CUT: dict[str, dict[str, str]] = {
     "granitemoe": {
         **{
@@ -100,8 +131,9 @@ _CUT: dict[str, dict[str, str]] = {
         "ffn_down_exps": "block_sparse_moe.output_linear.experts.{}",
     },
     "nemotron_h_moe": {f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
-    "gpt-oss": {**_GATE_UP_STACKS, "ffn_gate_inp": "mlp.router"},
-    "qwen35moe": _GATE_UP_STACKS,
+    "gpt-oss": {**_stacks("mlp.experts"), "ffn_gate_inp": "mlp.router"},
+    "llama4": {**_stacks("feed_forward.experts"), "ffn_gate_inp": "feed_forward.router"},
+    "qwen3next": {"attn_gate": "linear_attn.in_proj_qkvz_z"},
 }
 _CUT["granitehybrid"] = _CUT["granitemoe"]
 """Parts of what the converter cuts, of which the package's maps know nothing: in a block, GGUF's end of a name → the
@@ -112,16 +144,37 @@ _BLOCK = re.compile(r"blk\.([0-9]{1,6})\.")
 
 def hf_name(name: str, config: Mapping[str, Any]) -> str:
     """The tensor's name in the model that the file was made from; `name` itself where the package knows none."""
+    return _known(name, config).replace(".{}", "") or name
+
+
+def own_parts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """For a tensor whose parts have names of their own in that model: theirs, and how many rows they have. Empty for
+    others."""
+    known = _known(name, config)
+    if not prod(shape):
+        return []
+    if len(shape) == 3 and "{}" in known and shape[0] <= MOST_TENSORS:
+        return [(known.replace("{}", str(i)), shape[1]) for i in range(shape[0])]
+    if len(shape) == 2 and config.get("gguf_architecture") == "qwen3next" and name.endswith(".attn_qkv.weight"):
+        keys = config.get("linear_num_key_heads", 0) * config.get("linear_key_head_dim", 0)
+        values = config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
+        if keys and values and shape[0] == 2 * keys + values:
+            whole = known.replace("in_proj_qkv", "in_proj_qkvz_{}")
+            return [(whole.format(part), rows) for part, rows in (("q", keys), ("k", keys), ("v", values))]
+    return []
+
+
+def _known(name: str, config: Mapping[str, Any]) -> str:
     architecture = config.get("gguf_architecture")
     if not isinstance(architecture, str):
-        return name
+        return ""
     stem, dot, end = name.rpartition(".")
     if end not in ("weight", "bias"):
         stem, dot, end = name, "", ""
     match = _BLOCK.match(stem)
     known = _names(architecture).get(stem.replace(match[0], "blk.0.", 1) if match else stem)
     if known is None:
-        return name
+        return ""
     if match:
         known = known.replace(".0.", f".{match[1]}.", 1)
     return known + dot + end
@@ -147,6 +200,7 @@ def _names(architecture: str) -> dict[str, str]:
         starts = (block,) if ours.startswith("blk.") else outside
         first = [name for name in preferred if name in names]
         fitting = [name for start in (starts, "lm_head") for name in names if name.startswith(start)]
-        chosen[ours] = (first or fitting or names)[0]
+        own = (first or fitting or names)[0]
+        chosen[ours] = _EXPERTS.sub("experts.{}.", own) if ours.endswith("_exps") else own
     cut = _CUT_EVERYWHERE | _CUT.get(architecture, {})
     return chosen | {f"blk.0.{ours}": block + own for ours, own in cut.items()}

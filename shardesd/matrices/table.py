@@ -184,6 +184,8 @@ LINEAR_ATTENTION: tuple[Layout, ...] = (
             **{"q": "linear_num_key_heads", "k": "linear_num_key_heads", "v": "linear_num_value_heads"},
         ),
     ),
+    Layout(names="in_proj_qkvz_[qk]", heads="linear_num_key_heads"),  # GGUF has them apart
+    Layout(names="in_proj_qkvz_v", heads="linear_num_value_heads"),
     # Gated delta nets: values and outputs by value heads, queries and keys by key heads.
     *(
         Layout(names=rf"linear_attn\.{names}", when=f"{side} == {heads} * {width}", heads=heads)

@@ -6,6 +6,7 @@ Weights are a tiny model's, saved by transformers; what the converter does to th
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,21 @@ def converted(architecture: str, weights: dict[str, torch.Tensor]) -> Iterator[t
         theirs = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs, name
         yield theirs, W
+
+
+def stacked(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts with a tensor each, one above the other."""
+    found: dict[str, Any] = {}
+    for name, W in weights.items():
+        match = re.fullmatch(r"(.*\.experts\.)([0-9]+)\.(.*)", name)
+        if match:
+            found.setdefault(match[1] + match[3], {})[int(match[2])] = W
+        else:
+            found[name] = W
+    return {
+        name: torch.stack([one[i] for i in range(len(one))]) if isinstance(one, dict) else one
+        for name, one in found.items()
+    }
 
 
 def write(path: Path, architecture: str, tensors: dict[str, torch.Tensor], values: dict[str, Any]) -> None:
@@ -167,6 +183,8 @@ def test_state_space_models(tmp_path: Path, architecture: str) -> None:
     weights = saved(tmp_path, cls, config)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"]
     same(tmp_path, architecture, dict(converted(architecture, weights)), values)
+    if architecture != "granitehybrid":  # whose shared_mlp.input_linear is cut
+        assert_same_elements(tmp_path)
 
 
 def test_what_config_json_would_have_to_tell_is_said(tmp_path: Path) -> None:
@@ -229,3 +247,66 @@ def test_keys_of_latent_attention_are_turned_back(tmp_path: Path, type: str) -> 
             with shard.read(tensor) as raw:
                 found = raw.copy() if raw.dtype != np.uint16 else (raw.astype(np.uint32) << 16).view(np.float32)
             np.testing.assert_allclose(found, W.reshape(160, 64), atol={"F32": 0, "Q8_0": 0.02}.get(type, 0.01))
+
+
+LINEAR = {
+    "ssm.conv_kernel": 4,
+    "ssm.inner_size": 4 * 24,
+    "ssm.state_size": 16,
+    "ssm.time_step_rank": 4,
+    "ssm.group_count": 2,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 16,
+}
+LINEAR_CONFIG: dict[str, Any] = {
+    **{**SMALL, **HEADS, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24},
+}
+
+
+def test_linear_attention_of_qwen3_next(tmp_path: Path) -> None:
+    config = transformers.Qwen3NextConfig(
+        **LINEAR_CONFIG, num_experts=3, moe_intermediate_size=40, shared_expert_intermediate_size=56
+    )
+    weights = stacked(saved(tmp_path, "Qwen3NextForCausalLM", config))
+    fused = weights.pop("model.layers.0.linear_attn.in_proj_qkvz.weight").reshape(2, 16 + 16 + 48 + 48, 64)
+    q, k, v, z = (part.reshape(-1, 64) for part in fused.split([16, 16, 48, 48], dim=1))
+    tensors = dict(converted("qwen3next", weights))
+    tensors |= {"blk.0.attn_qkv.weight": torch.cat([q, k, v]), "blk.0.attn_gate.weight": z}
+    same(tmp_path, "qwen3next", tensors, {**LINEAR, "expert_count": 3})
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_linear_attention_of_qwen3_5(tmp_path: Path, experts: bool) -> None:
+    """Value heads are stored in another order, which λ of all of them don't show, but those of one head do."""
+    if experts:
+        config = transformers.Qwen3_5MoeTextConfig(
+            **LINEAR_CONFIG, num_experts=3, moe_intermediate_size=40, shared_expert_intermediate_size=56
+        )
+    else:
+        config = transformers.Qwen3_5TextConfig(**LINEAR_CONFIG)
+    weights = saved(tmp_path, "Qwen3_5MoeForCausalLM" if experts else "Qwen3_5ForCausalLM", config)
+
+    def tiled(W: torch.Tensor, size: int) -> torch.Tensor:
+        return W.reshape(2, 2, size, -1).swapaxes(0, 1).reshape(W.shape)
+
+    prefix = "model.layers.0.linear_attn."
+    W = weights[f"{prefix}in_proj_qkv.weight"]
+    weights[f"{prefix}in_proj_qkv.weight"] = torch.cat([W[:64], tiled(W[64:], 24)])
+    for name, size in (("in_proj_z", 24), ("in_proj_a", 1), ("in_proj_b", 1)):
+        weights[f"{prefix}{name}.weight"] = tiled(weights[f"{prefix}{name}.weight"], size)
+    weights[f"{prefix}out_proj.weight"] = tiled(weights[f"{prefix}out_proj.weight"].T, 24).T
+    architecture = "qwen35moe" if experts else "qwen35"
+    same(tmp_path, architecture, dict(converted(architecture, stacked(weights))), LINEAR)
+    assert_same_elements(tmp_path)
+
+
+def assert_same_elements(tmp_path: Path) -> None:
+    """In the same order, too."""
+    expected = load_file(tmp_path / "hf" / "model.safetensors")
+    checkpoint = open_checkpoint(open_source(tmp_path / "model.gguf"))
+    with checkpoint.open(checkpoint.shards[0], tmp_path / "model.gguf") as shard:
+        assert len(shard.tensors) > 10
+        for tensor in shard.tensors:
+            with shard.read(tensor) as raw:
+                np.testing.assert_array_equal(raw, expected[tensor.name], err_msg=tensor.name)
