@@ -100,6 +100,8 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
     parser = _Parser(file)
     values, entries = parser.parse()
     config = hf_config(values) or dict(known)
+    if not config and values.get("split.no"):
+        parser.refuse("a part of a split set, whose first file says what model it is: name that, or their folder")
     tensors = []
     scales = {
         name: _scale(name, shape, parser.data_start + at, shard) for name, shape, kind, at in entries if kind == 0

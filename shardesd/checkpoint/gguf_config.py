@@ -17,6 +17,8 @@ _MODEL_TYPES = {
     "deepseek2": "deepseek_v2",
     "granitemoe": "granitemoe",
     "nomic-bert": "nomic_bert",
+    "nomic-bert-moe": "nomic_bert",
+    "jina-bert-v3": "jina_embeddings_v3",
     "modern-bert": "modernbert",
     "granitehybrid": "granitemoehybrid",
     "falcon-h1": "falcon_h1",

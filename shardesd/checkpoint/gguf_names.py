@@ -15,27 +15,20 @@ from typing import Any
 MOST_TENSORS = 1 << 20
 """In a file, each expert of a stack counted."""
 _BLOCKS = {
-    "bert": "encoder.layer.",
-    "jina-bert-v2": "encoder.layer.",
+    **dict.fromkeys(("bert", "jina-bert-v2"), "encoder.layer."),
+    **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "jina-bert-v3"), "encoder.layers."),
     "modern-bert": "layers.",
-    "nomic-bert": "encoder.layers.",
-    "gpt2": "transformer.h.",
-    "starcoder": "transformer.h.",
-    "falcon": "transformer.h.",
-    "bloom": "transformer.h.",
-    "gptj": "transformer.h.",
-    "mpt": "transformer.blocks.",
+    "neo-bert": "transformer_encoder.",
+    **dict.fromkeys(("gpt2", "starcoder", "falcon", "bloom", "gptj"), "transformer.h."),
+    **dict.fromkeys(("mpt", "dbrx"), "transformer.blocks."),
     "gptneox": "gpt_neox.layers.",
-    "mamba": "backbone.layers.",
-    "mamba2": "backbone.layers.",
-    "nemotron_h": "backbone.layers.",
-    "nemotron_h_moe": "backbone.layers.",
+    **dict.fromkeys(("mamba", "mamba2", "nemotron_h", "nemotron_h_moe"), "backbone.layers."),
     "plamo2": "model.layers.layers.",
 }
 """What the names of an architecture's blocks begin with; ``model.layers.`` for all others."""
 _OUTSIDE = {
     **dict.fromkeys(("bert", "jina-bert-v2"), ("embeddings.",)),
-    "nomic-bert": ("embeddings.", "emb_ln"),
+    **dict.fromkeys(("nomic-bert", "nomic-bert-moe", "jina-bert-v3"), ("embeddings.", "emb_ln")),
     "phi2": ("model.embed_tokens", "model.final_layernorm", "lm_head"),
     "gptneox": ("gpt_neox.", "embed_out"),
     **dict.fromkeys(("mamba", "mamba2", "nemotron_h", "nemotron_h_moe"), ("backbone.embeddings", "backbone.norm_f")),
@@ -72,6 +65,9 @@ _PREFERRED: dict[str, tuple[str, ...]] = {
         *(f"block_sparse_moe.shared_experts.{part}_proj" for part in ("gate", "up", "down")),
         *("self_attn.dt_proj", "self_attn.A_log", "self_attn.o_norm", "self_attn.b_proj"),
     ),
+    "dbrx": ("norm_attn_norm.attn.Wqkv", "norm_attn_norm.attn.out_proj"),
+    "nomic-bert-moe": ("mlp.fc1",),
+    "jina-bert-v3": ("mixer.Wqkv", "mixer.out_proj", "mlp.fc1"),
     "modern-bert": ("attn_norm", "attn.Wo", "mlp_norm", "mlp.Wi", "mlp.Wo"),
     "falcon-h1": ("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
     "lfm2": (
@@ -83,10 +79,7 @@ _PREFERRED: dict[str, tuple[str, ...]] = {
 }
 _PREFERRED["qwen3next"] = _PREFERRED["qwen35moe"] = _PREFERRED["qwen35"]
 _PREFERRED["phimoe"] = _PREFERRED["minimax-m2"] = _PREFERRED["llama"]
-_PREFERRED["lfm2moe"] = (
-    *_PREFERRED["lfm2"],
-    *("feed_forward.gate", *(f"feed_forward.experts.w{i}" for i in (1, 2, 3))),
-)
+_PREFERRED["lfm2moe"] = (*_PREFERRED["lfm2"], "feed_forward.gate")
 _PREFERRED |= dict.fromkeys(
     ("deepseek", "glm4moe", "glm-dsa", "dots1", "bailingmoe", "bailingmoe2", "ernie4_5-moe", "mistral4"),
     _PREFERRED["deepseek2"],
@@ -129,6 +122,10 @@ _CUT: dict[str, dict[str, str]] = {
         "ffn_gate_exps": "block_sparse_moe.input_linear.experts.{}_gate",
         "ffn_up_exps": "block_sparse_moe.input_linear.experts.{}_up",
         "ffn_down_exps": "block_sparse_moe.output_linear.experts.{}",
+    },
+    "lfm2moe": {
+        f"ffn_{part}_exps": f"feed_forward.experts.{{}}.{own}"
+        for part, own in (("gate", "w1"), ("down", "w2"), ("up", "w3"))
     },
     "nemotron_h_moe": {f"ffn_{part}_exps": f"mixer.experts.{{}}.{part}_proj" for part in ("up", "down")},
     "gpt-oss": {**_stacks("mlp.experts"), "ffn_gate_inp": "mlp.router"},
@@ -200,7 +197,8 @@ def _names(architecture: str) -> dict[str, str]:
         starts = (block,) if ours.startswith("blk.") else outside
         first = [name for name in preferred if name in names]
         fitting = [name for start in (starts, "lm_head") for name in names if name.startswith(start)]
-        own = (first or fitting or names)[0]
+        # Some dozen other models' names, and none of this one's, tell nothing.
+        own = (first or fitting or (names if len(names) == 1 or not ours.startswith("blk.") else [ours]))[0]
         chosen[ours] = _EXPERTS.sub("experts.{}.", own) if ours.endswith("_exps") else own
     cut = _CUT_EVERYWHERE | _CUT.get(architecture, {})
     return chosen | {f"blk.0.{ours}": block + own for ours, own in cut.items()}

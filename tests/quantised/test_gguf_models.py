@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quantised_files import store
 from safetensors.torch import load_file
 
 import shardesd
 from shardesd.checkpoint import open_checkpoint
+from shardesd.checkpoint.gguf_names import own_parts
+from shardesd.errors import MalformedHeader
 from shardesd.source import open_source
 
 gguf = pytest.importorskip("gguf")
@@ -306,7 +309,105 @@ def assert_same_elements(tmp_path: Path) -> None:
     expected = load_file(tmp_path / "hf" / "model.safetensors")
     checkpoint = open_checkpoint(open_source(tmp_path / "model.gguf"))
     with checkpoint.open(checkpoint.shards[0], tmp_path / "model.gguf") as shard:
-        assert len(shard.tensors) > 10
+        assert len(shard.tensors) > 8
         for tensor in shard.tensors:
             with shard.read(tensor) as raw:
                 np.testing.assert_array_equal(raw, expected[tensor.name], err_msg=tensor.name)
+
+
+def test_stacks_of_mixtral(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(**SMALL, **HEADS, num_local_experts=3)
+    weights = stacked(saved(tmp_path, "MixtralForCausalLM", config))
+    tensors = {}
+    for name, W in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            W = permuted(W, 4 if name.endswith("q_proj.weight") else 2)
+        # The converter's own name on the way.
+        tensors[name.replace("model.layers", "layers").replace("block_sparse_moe.experts", "feed_forward.experts")] = W
+    tensors = {name if "experts" in name else name.replace("layers", "model.layers"): W for name, W in tensors.items()}
+    values = {"attention.head_count_kv": 2, "expert_count": 3}
+    same(tmp_path, "llama", dict(converted("llama", tensors)), values)
+    assert_same_elements(tmp_path)
+
+
+def test_modernbert(tmp_path: Path) -> None:
+    config = transformers.ModernBertConfig(**SMALL, num_hidden_layers=2, num_attention_heads=4)
+    weights = saved(tmp_path, "ModernBertModel", config)
+    same(tmp_path, "modern-bert", dict(converted("modern-bert", weights)), {"feed_forward_length": 48})
+    assert_same_elements(tmp_path)
+
+
+def test_stacks_that_are_cut_in_gate_and_up(tmp_path: Path) -> None:
+    """gpt-oss's lie as inputs × outputs, with gate and up in turns; Granite's as outputs × inputs."""
+    gate, up, down = torch.randn(3, 48, 64), torch.randn(3, 48, 64), torch.randn(3, 64, 48)
+    parts = (("gate", gate), ("up", up), ("down", down))
+    tensors = {f"blk.0.ffn_{part}_exps.weight": W for part, W in parts}
+    tensors["blk.0.ffn_up_exps.bias"] = up[:, :, 0]
+    cases = {
+        ("gpt-oss", "gpt_oss"): {
+            "mlp.experts.gate_up_proj": torch.stack([gate, up], dim=2).reshape(3, 96, 64).swapaxes(1, 2),
+            "mlp.experts.down_proj": down.swapaxes(1, 2),
+        },
+        ("granitemoe", "granitemoe"): {
+            "block_sparse_moe.input_linear.weight": torch.cat([gate, up], dim=1),
+            "block_sparse_moe.output_linear.weight": down,
+        },
+    }
+    for (architecture, model_type), weights in cases.items():
+        folder = tmp_path / architecture
+        folder.mkdir()
+        write(folder / "m.gguf", architecture, tensors, {"expert_count": 3})
+        own = tmp_path / model_type / "hf"
+        store(own, {f"model.layers.0.{name}": W for name, W in weights.items()}, model_type=model_type)
+        found, expected = (shardesd.scan(place) for place in (folder, own))
+        assert found.layers["longname"].to_list() == expected.layers["longname"].to_list()
+        assert found.layers["block_type"].to_list() == expected.layers["block_type"].to_list()
+        assert len(found.spectra) == 9
+        for name in found.spectra:
+            eigs = expected.spectra[name]
+            np.testing.assert_allclose(found.spectra[name], eigs, rtol=0, atol=1e-6 * eigs[-1])
+
+
+def test_a_later_file_of_a_split_set_cannot_be_read_alone(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m-00002-of-00002.gguf", "")
+    writer.kv_data[0].clear()
+    writer.add_uint16("split.no", 1)
+    writer.add_tensor("blk.1.ffn_down.weight", torch.randn(64, 48).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(MalformedHeader, match="a part of a split set"):
+        open_checkpoint(open_source(tmp_path / "m-00002-of-00002.gguf"))
+
+
+def test_a_name_that_only_other_models_have_stays(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "bert", {"blk.0.attn_qkv.weight": torch.randn(96, 32)}, {})
+    (row,) = shardesd.scan(tmp_path / "m.gguf").layers.iter_rows(named=True)
+    assert row["longname"] == "blk.0.attn_qkv"
+    assert row["reason"].startswith("fused qkv analysed whole")
+
+
+def test_experts_do_not_multiply_without_end(tmp_path: Path) -> None:
+    """Tensors may overlap, so a small file can seem to hold any number of stacks."""
+    tensors = {f"blk.{i}.ffn_up_exps.weight": torch.ones(1 << 19, 1, 1, dtype=torch.float16) for i in range(3)}
+    write(tmp_path / "m.gguf", "llama", tensors, {})
+    with pytest.raises(MalformedHeader, match="each expert counted"):
+        open_checkpoint(open_source(tmp_path / "m.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("qwen3moe", "model.layers.3.mlp.experts.1.up_proj"),
+        ("deepseek2", "model.layers.3.mlp.experts.1.up_proj"),
+        ("jamba", "model.layers.3.feed_forward.experts.1.up_proj"),
+        ("lfm2moe", "model.layers.3.feed_forward.experts.1.w3"),
+        ("minimax-m2", "model.layers.3.block_sparse_moe.experts.1.w3"),
+        ("nemotron_h_moe", "backbone.layers.3.mixer.experts.1.up_proj"),
+        ("llama4", "model.layers.3.feed_forward.experts.gate_up_proj.experts.1_up"),
+    ],
+)
+def test_names_of_experts(architecture: str, name: str) -> None:
+    parts = own_parts("blk.3.ffn_up_exps.weight", (2, 48, 64), {"gguf_architecture": architecture})
+    assert parts[1] == (f"{name}.weight", 48)
