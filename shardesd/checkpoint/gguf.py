@@ -102,7 +102,7 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
     config = hf_config(values) or dict(known)
     if not config and values.get("split.no"):
         parser.refuse("a part of a split set, whose first file says what model it is: name that, or their folder")
-    tensors = []
+    tensors, taken = [], set[str]()
     scales = {
         name: _scale(name, shape, parser.data_start + at, shard) for name, shape, kind, at in entries if kind == 0
     }
@@ -128,7 +128,11 @@ def read_gguf(file: BinaryIO, shard: str, known: Mapping[str, Any]) -> Header:
         factor = scales.get(f"{name.removesuffix('.weight')}.scale") or scales.get(f"{name}.scale")
         if factor and factor.end <= parser.size:
             tensor = _with_factor(tensor, factor)
-        tensors += _cut(tensor, own_parts(name, shape, config))
+        found = list(_cut(tensor, own_parts(name, shape, config)))
+        if not taken.isdisjoint(one.name for one in found):  # two of GGUF's names for one: no tensor may hide another
+            found = [replace(tensor, name=name)]
+        taken.update(one.name for one in found)
+        tensors += found
         if len(tensors) > MOST_TENSORS:
             parser.refuse(f"more than {MOST_TENSORS} tensors, each expert counted")
     return Header(

@@ -108,6 +108,7 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         "gate_up",
         (
             r"gate_up_proj|up_gate_proj|proj_up_gate_z|gate_and_up|gate_up|ff_proj|weights_in|w12|w13(?:_\w+)?",
+            r"ffn_gate_up_exps",
             rf"(?<!encoder\.)input_linear|shared_w13_weight|gate_and_up_projs|gated_layers|up_gated_layer|{MLP}\.Wi",
         ),
     ),
@@ -150,6 +151,7 @@ _STACKS = (
     # A parameter of a module called `experts`, which holds no numbered experts of its own.
     re.compile(r"(?:^|\.)experts(?!\.(?:\w+_)?[0-9]+(?:\.|$))(?:\.|$)"),
     ends_with(r"(?:moe|block_sparse_moe|mlp)\.(?:input_linear|output_linear)", r"moe\.(?:gate|up|down)_proj"),
+    ends_with(r"ffn_\w+_exps"),  # of a GGUF file, where the gguf package doesn't know the model's own name
 )
 
 _LONGEST = 300  # characters of a name's end that rules are tried on: keeps hostile names from costing quadratic time

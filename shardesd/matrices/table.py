@@ -117,10 +117,8 @@ ATTENTION_QKV: tuple[Layout, ...] = (
         groups="heads",
         parts=parts("k: qk_nope_head_dim", "v: v_head_dim", k="heads", v="heads"),
     ),
-    Layout(names="kv_b_proj_[kv]", models=MLA, when="columns == kv_lora_rank", heads="heads"),
-    Layout(
-        names="kv_b_proj_[kv]", note="analysed as it lies in the file: that isn't known to be the model's own shape"
-    ),
+    Layout(names="kv_b_proj_[kv]", when="columns == kv_lora_rank", heads="heads"),  # GGUF has the two apart
+    Layout(names="kv_b_proj_[kv]", note="analysed as stored: its shape doesn't tell how the heads lie"),
     Layout(
         names="q_b_proj|q_proj|wq_b|wq",
         models=MLA,

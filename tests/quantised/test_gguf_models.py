@@ -411,3 +411,20 @@ def test_experts_do_not_multiply_without_end(tmp_path: Path) -> None:
 def test_names_of_experts(architecture: str, name: str) -> None:
     parts = own_parts("blk.3.ffn_up_exps.weight", (2, 48, 64), {"gguf_architecture": architecture})
     assert parts[1] == (f"{name}.weight", 48)
+
+
+def test_no_tensor_hides_another(tmp_path: Path) -> None:
+    tensors = {f"blk.0.{name}.weight": torch.randn(48, 64) for name in ("ffn_gate", "ffn_gate_shexp")}
+    write(tmp_path / "m.gguf", "granitemoe", tensors, {})
+    names = shardesd.scan(tmp_path / "m.gguf").layers["longname"].to_list()
+    assert names == ["blk.0.ffn_gate_shexp", "model.layers.0.shared_mlp.input_linear_gate"]
+
+
+def test_stacks_of_a_model_that_the_package_does_not_know(tmp_path: Path) -> None:
+    tensors = {f"blk.0.ffn_{name}_exps.weight": torch.randn(2, 48, 64) for name in ("up", "gate_up")}
+    write(tmp_path / "m.gguf", "some-newer-model", tensors, {})
+    rows = shardesd.scan(tmp_path / "m.gguf").layers.select("longname", "M", "N", "reason").rows()
+    assert rows == [
+        *((f"blk.0.ffn_gate_up_exps.experts.{i}", 48, 64, "fused gate_up analysed whole") for i in range(2)),
+        *((f"blk.0.ffn_up_exps.experts.{i}", 48, 64, "") for i in range(2)),
+    ]
