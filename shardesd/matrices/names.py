@@ -93,7 +93,10 @@ _RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
         ),
     ),
     # kv_b_proj_k, input_linear_gate …: the parts of a fused tensor, where a GGUF file has it cut.
-    ("q_proj", (r"(?:q|query)(?:_proj|_lin|_global)?|q_[ab]_proj|q_attn|[Ww]q(?:_[ab])?|to_q|q_proj_weight|in_proj_qkvz_q",)),
+    (
+        "q_proj",
+        (r"(?:q|query)(?:_proj|_lin|_global)?|q_[ab]_proj|q_attn|[Ww]q(?:_[ab])?|to_q|q_proj_weight|in_proj_qkvz_q",),
+    ),
     ("k_proj", (r"(?:k|key)(?:_proj|_lin|_global)?|[Ww]k|to_k|k_proj_weight|kv_b_proj_k|in_proj_qkvz_k",)),
     ("v_proj", (r"(?:v|value)(?:_proj|_lin|_global)?|[Ww]v|to_v|v_proj_weight|kv_b_proj_v|in_proj_qkvz_v",)),
     (
