@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,10 @@ class Rotated(Order):
     def decode(self, rows: Rows, shape: tuple[int, ...], start: int, stop: int, out: np.ndarray) -> None:
         size = self.size
         whole = np.empty((size, shape[1]), np.float32)
-        row = start
-        while row < stop:  # head by head
-            begin = row // size * size
-            end = min(stop, begin + size)
-            rows(begin, begin + size, whole)
-            turn, pair = np.divmod(np.arange(row - begin, end - begin), size // 2)
-            out[row - start : end - start] = whole[2 * pair + turn]
-            row = end
+        for head, first, last, at in _by_head(start, stop, size):
+            rows(head * size, (head + 1) * size, whole)
+            turn, pair = np.divmod(np.arange(first, last), size // 2)
+            out[at] = whole[2 * pair + turn]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +97,9 @@ class TurnedHeads(Order):
     def decode(self, rows: Rows, shape: tuple[int, ...], start: int, stop: int, out: np.ndarray) -> None:
         _, columns, size = shape
         whole = np.empty((columns, size), np.float32)
-        row = start
-        while row < stop:  # head by head
-            head, first = divmod(row, size)
-            end = min(stop, row - first + size)
+        for head, first, last, at in _by_head(start, stop, size):
             rows(head * columns, (head + 1) * columns, whole)
-            out[row - start : end - start] = whole[:, first : first + end - row].T
-            row = end
+            out[at] = whole[:, first:last].T
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +114,12 @@ class _Moved(Order):
         """Which of the stored heads it is."""
 
     def decode(self, rows: Rows, shape: tuple[int, ...], start: int, stop: int, out: np.ndarray) -> None:
-        row = start
-        while row < stop:
-            head, i = divmod(row - self.first, self.size)
-            end = min(stop, row - i + self.size) if head >= 0 else min(stop, self.first)
-            at = self.first + self.stored(head) * self.size + i if head >= 0 else row
-            rows(at, at + end - row, out[row - start : end - start])
-            row = end
+        moved = max(start, min(stop, self.first))
+        if start < moved:
+            rows(start, moved, out[: moved - start])
+        for head, first, last, at in _by_head(moved - self.first, stop - self.first, self.size):
+            begin = self.first + self.stored(head) * self.size
+            rows(begin + first, begin + last, out[moved - start :][at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +160,17 @@ class TiledColumns(Order):
         rows(start, stop, out)
         tiles = out.reshape(len(out), self.per, self.groups, self.size)
         out[:] = tiles.swapaxes(1, 2).reshape(out.shape)
+
+
+def _by_head(start: int, stop: int, size: int) -> Iterator[tuple[int, int, int, slice]]:
+    """Of rows `start`…`stop`, those of one head of `size` after the other: its number, from which to which of its own
+    rows, and where they are, counted from `start`."""
+    row = start
+    while row < stop:
+        head, first = divmod(row, size)
+        end = min(stop, row - first + size)
+        yield head, first, first + end - row, slice(row - start, end - start)
+        row = end
 
 
 def own_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
